@@ -1,0 +1,126 @@
+"""The contract of an expert-parallel all-to-all (paper §3; the interface is FlashInfer's ``MoEEpCommunication``).
+
+Rank-major layout: what a rank receives is ``ep_size`` regions of ``T̂`` slots; only source rank s writes region s. A
+token takes at most one slot on a rank, however many of that rank's experts it selects, and brings all its ``top_k``
+ids and weights. A slot without a token has every id −1; its other contents are undefined and must not be read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from moe_layer.comm.channel import Channel
+    from moe_layer.comm.placement import ExpertPlacement
+
+INVALID_EXPERT_ID = -1
+MAX_TOP_K = 32
+ROW_ALIGNMENT = 16  # bytes; every payload row of a workspace starts so aligned, whatever its length
+
+
+@dataclass(frozen=True)
+class DispatchResult:
+    """What a rank received. Flat views over ``ep_size * tokens_per_rank`` slots, valid until the matching combine.
+
+    Attributes:
+        hidden_states: ``[ep_size*T̂, *row]`` in the dtype dispatched.
+        topk_ids: ``[ep_size*T̂, top_k]`` int32 global expert ids; a slot without a token has −1 in every position.
+            Ids of other ranks' experts, and ids that the source passed out of range, are −1 or another rank's id:
+            compute evaluates local ids only.
+        topk_weights: ``[ep_size*T̂, top_k]`` fp32, or None where none were dispatched.
+        tokens_per_rank: T̂ of this step, the slots of a region.
+        hidden_states_scale: ``[ep_size*T̂, *scale_row]``, or None where none was dispatched.
+    """
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None
+    tokens_per_rank: int
+    hidden_states_scale: torch.Tensor | None = None
+
+
+class ExpertParallelComm(ABC):
+    """Dispatch and combine of one layer, over a :class:`Channel` that the layers of a model share.
+
+    Args:
+        channel: the shared state.
+        placement: which rank holds which expert.
+        hidden_size: width of the partial results that combine returns.
+
+    One dispatch/combine pair is in flight per channel at a time; all ranks issue the same sequence of calls.
+    """
+
+    protocol: ClassVar[str]
+
+    def __init__(self, channel: Channel, placement: ExpertPlacement, hidden_size: int) -> None:
+        self.channel = channel
+        self.placement = placement
+        self.hidden_size = hidden_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.channel.ep_rank
+
+    @property
+    def ep_size(self) -> int:
+        return self.channel.ep_size
+
+    @abstractmethod
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        hidden_states_scale: torch.Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
+    ) -> DispatchResult:
+        """Send each token to every rank that holds one of its experts.
+
+        Args:
+            hidden_states: ``[T, *row]`` contiguous rows of any dtype, quantized or not.
+            topk_ids: ``[T, top_k]`` int32 or int64 global ids, top_k ≤ 32. An id < 0 or ≥ num_experts has no
+                destination. A repeated id counts each time, but the token still takes one slot.
+            topk_weights: ``[T, top_k]`` fp32, carried as they are.
+            hidden_states_scale: ``[T, *scale_row]`` contiguous, carried with the rows.
+            runtime_max_tokens_per_rank: T̂, the largest T of any rank in this step, the same on every rank;
+                None means the channel's ``max_tokens_per_rank``.
+
+        Raises:
+            TensorError: a wrong dtype, shape, device or stride.
+            CapacityError: T > T̂, or T̂ > max_tokens_per_rank.
+            CommunicationError: a dispatch is already in flight, or the channel was destroyed.
+            RankMismatchError: ranks disagree about T̂, row widths, top_k or the number of experts.
+        """
+
+    @abstractmethod
+    def get_combine_input_buffer(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """``[ep_size*T̂, hidden_size]`` buffer of the step in flight, for the expert computation to write into.
+
+        Passing it to :meth:`combine` saves a copy. Only slots that hold a token need be written.
+        """
+
+    @abstractmethod
+    def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Return each token's partial results, summed over ranks.
+
+        ``output[i] = Σ_r expert_output_r[slot of token i on r]``, summed in fp32 in ascending rank order from +0.0 (the
+        same bits every run and every protocol), then rounded once to the output's dtype. A token without destination
+        gets zeros.
+
+        Args:
+            expert_output: ``[ep_size*T̂, hidden]`` BF16 or FP32, weighted and summed over this rank's experts.
+            output: optional ``[T, hidden]`` BF16 or FP32; default: a new tensor of ``expert_output``'s dtype.
+
+        Raises:
+            CommunicationError: no dispatch in flight.
+            TensorError: a wrong dtype, shape, device or stride.
+        """
+
+    def destroy(self) -> None:
+        """Release the channel's resources. Collective, idempotent."""
+        self.channel.destroy()

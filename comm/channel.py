@@ -1,0 +1,128 @@
+"""What all layers of a model share: the group, the buffers and the one dispatch/combine pair in flight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from moe_layer.comm.base import ExpertParallelComm
+from moe_layer.errors import CapacityError, CommunicationError, ConfigError
+
+if TYPE_CHECKING:
+    from moe_layer.comm.placement import ExpertPlacement
+
+DEFAULT_TIMEOUT_S = 300.0
+PROTOCOLS = ("auto", "loopback", "collective", "fence", "sentinel")
+
+
+class Channel:
+    """One EP group's communication state, shared by every layer.
+
+    Args:
+        group: the torch.distributed group, or None for this process alone.
+        max_tokens_per_rank: the most tokens any rank dispatches in a step; sizes the workspaces.
+        timeout_s: seconds after which a wait for a peer raises.
+
+    Attributes:
+        ep_rank, ep_size: this process's rank in the group and the group's size.
+        in_flight: the communicator whose dispatch awaits its combine, or None.
+        step: dispatches completed since creation.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        max_tokens_per_rank: int = 4096,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if max_tokens_per_rank < 1:
+            raise ConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
+        self.group = group
+        self.ep_rank = dist.get_rank(group) if group is not None else 0
+        self.ep_size = dist.get_world_size(group) if group is not None else 1
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.timeout_s = timeout_s
+        self.in_flight: ExpertParallelComm | None = None
+        self.step = 0
+        self.destroyed = False
+
+    def communicator(self, placement: ExpertPlacement, hidden_size: int) -> ExpertParallelComm:
+        """A communicator for one layer: its expert placement and the width of its partial results."""
+        raise NotImplementedError
+
+    def tokens_per_rank(self, local_num_tokens: int, runtime_max_tokens_per_rank: int | None) -> int:
+        """T̂ of a step, checked against T and the maximum."""
+        limit = self.max_tokens_per_rank
+        t_hat = limit if runtime_max_tokens_per_rank is None else int(runtime_max_tokens_per_rank)
+        if not 0 <= t_hat <= limit:
+            raise CapacityError(
+                f"rank {self.ep_rank}: runtime_max_tokens_per_rank is {t_hat}, "
+                f"but this channel was sized for max_tokens_per_rank={limit}"
+            )
+        if local_num_tokens > t_hat:
+            raise CapacityError(
+                f"rank {self.ep_rank}: {local_num_tokens} tokens to dispatch, but runtime_max_tokens_per_rank is {t_hat}"
+            )
+        return t_hat
+
+    def begin(self, comm: ExpertParallelComm) -> None:
+        """Claim the channel for ``comm``'s dispatch."""
+        if self.destroyed:
+            raise CommunicationError(f"rank {self.ep_rank}: dispatch on a destroyed channel")
+        if self.in_flight is not None:
+            raise CommunicationError(
+                f"rank {self.ep_rank}: dispatch while the dispatch of step {self.step} awaits its combine; "
+                "one dispatch/combine pair may be in flight"
+            )
+        self.in_flight = comm
+
+    def check_in_flight(self, comm: ExpertParallelComm, what: str) -> None:
+        """Raise unless ``comm``'s dispatch is the one in flight."""
+        if self.destroyed:
+            raise CommunicationError(f"rank {self.ep_rank}: {what} on a destroyed channel")
+        if self.in_flight is not comm:
+            raise CommunicationError(f"rank {self.ep_rank}: {what} without a dispatch of this communicator in flight")
+
+    def end(self) -> None:
+        """Release the channel after a combine, or after a dispatch that raised."""
+        self.in_flight = None
+
+    def destroy(self) -> None:
+        """Release what the channel holds. Collective, idempotent."""
+        self.destroyed = True
+        self.in_flight = None
+
+
+def create_channel(
+    group: dist.ProcessGroup | None = None,
+    *,
+    protocol: str = "auto",
+    max_tokens_per_rank: int = 4096,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: torch.device | str | None = None,
+) -> Channel:
+    """The channel for ``protocol``; ``auto`` takes loopback for one rank, else the fastest this machine can run.
+
+    Raises:
+        ConfigError: an unknown protocol, or one that the group's size rules out.
+        UnsupportedDeviceError: a protocol that this machine cannot run.
+    """
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"unknown protocol {protocol!r}; known: {', '.join(PROTOCOLS)}")
+    ep_size = dist.get_world_size(group) if group is not None else 1
+    if protocol == "auto":
+        protocol = "loopback" if ep_size == 1 else "collective"
+    if protocol == "loopback":
+        if ep_size != 1:
+            raise ConfigError(f"protocol 'loopback' serves one rank, but the group has {ep_size}")
+        from moe_layer.comm.loopback import LoopbackChannel
+
+        return LoopbackChannel(max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
+    from moe_layer.comm.collective import CollectiveChannel
+
+    return CollectiveChannel(group, max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
