@@ -50,6 +50,7 @@ class MoEConfig:
         rms_norm_eps: its epsilon.
         num_hidden_layers, first_k_dense_replace, moe_layer_freq: layer i is MoE if i ≥ first_k_dense_replace and
             i % moe_layer_freq == 0.
+        moe_layers: the MoE layers where that rule does not say it (Qwen3's ``mlp_only_layers``), or None.
         num_hash_layers: the first so many MoE layers choose experts by ``tid2eid[input_ids]`` (DeepSeek-V4).
         vocab_size: rows of ``tid2eid``; 0 where there are no hash layers.
         quantization: how expert weights are stored; None for plain BF16/FP32.
@@ -80,6 +81,7 @@ class MoEConfig:
     num_hidden_layers: int = 1
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
+    moe_layers: tuple[int, ...] | None = None
     num_hash_layers: int = 0
     vocab_size: int = 0
     quantization: QuantizationConfig | None = None
@@ -133,6 +135,8 @@ class MoEConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` is an MoE layer."""
+        if self.moe_layers is not None:
+            return layer in self.moe_layers
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def is_hash_layer(self, layer: int) -> bool:
