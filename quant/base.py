@@ -22,8 +22,8 @@ class QuantizedTensor:
 
     Attributes:
         format: registry name.
-        data: stored elements, ``[..., N, data_columns(K)]`` in the format's ``data_dtype``; two 4-bit values a byte, the
-            low nibble the even column.
+        data: stored elements, ``[..., N, data_columns(K)]`` in the format's ``data_dtype``; two 4-bit values a byte,
+            the low nibble the even column.
         scale: ``[..., scale_rows(N), scale_columns(K)]`` in the format's ``scale_dtype``, or None.
         global_scale: fp32 second-level scale (NVFP4): a scalar or ``[..., 1]`` tensor that broadcasts against the
             logical tensor's leading dimensions (``[T, 1]`` for a scale per token), or None.
@@ -67,15 +67,30 @@ class Format(ABC):
     def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         """Quantize ``x`` ``[..., N, K]`` (any floating dtype; arithmetic in fp32).
 
-        Two-level formats take ``global_scale`` (a scalar fp32 tensor) or, with None, compute one per row (``[..., N, 1]``).
+        Pure tensor arithmetic without host sync or data-dependent control flow, so it may be captured in a CUDA graph.
+        Results are contiguous; rounding is to nearest even; a row's result depends on no other row, except through the
+        blocks of formats whose blocks span rows.
+
+        Args:
+            x: with one-row blocks also ``[K]``. Each format says what becomes of NaN and infinities.
+            global_scale: of two-level formats: fp32, a scalar or ``[..., N, 1]``, used as given; None: one per row
+                (``[..., N, 1]``) from its largest magnitude.
 
         Raises:
-            TensorError: a non-floating or zero-dimensional ``x``.
+            TensorError: ``x`` not floating point, with too few dimensions or empty rows; ``global_scale`` of another
+                dtype or shape, or for a format without one.
         """
 
     @abstractmethod
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values of ``q``, ``[..., N, K]``, computed in fp32 (exact for every format here) and cast to ``dtype``."""
+        """The values of ``q``, ``[..., N, K]``, in ``dtype``.
+
+        Computed in fp32: exact with power-of-two and BF16 scales; with fp32 scales the product is rounded once.
+
+        Raises:
+            FormatError: ``q`` is of another format, or lacks a scale.
+            TensorError: data or scales of another dtype or shape than the format stores.
+        """
 
     def data_columns(self, k: int) -> int:
         """Stored elements of ``data_dtype`` in a row of K values."""
@@ -86,6 +101,11 @@ class Format(ABC):
         if self.block is None:
             return None
         return -(-n // self.block[0]), -(-k // self.block[1])
+
+    @property
+    def is_activation_format(self) -> bool:
+        """Whether rows stand alone (no scale spans rows), so that tokens can be sent in this format."""
+        return self.block is None or self.block[0] == 1
 
     def row_bytes(self, k: int) -> int:
         """Bytes of one row's data on the wire."""
@@ -104,11 +124,19 @@ class Format(ABC):
         for d in lead:
             count *= d
         scales = self.scale_shape(n, k)
-        scale_bytes = 0 if scales is None or self.scale_dtype is None else scales[0] * scales[1] * self.scale_dtype.itemsize
+        scale_bytes = (
+            0 if scales is None or self.scale_dtype is None else scales[0] * scales[1] * self.scale_dtype.itemsize
+        )
         return count * (n * self.row_bytes(k) + scale_bytes)
 
     def to_wire(self, q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``(hidden_states, hidden_states_scale)`` of ``[T, K]`` activations, as dispatch carries them."""
+        """``(hidden_states, hidden_states_scale)`` of ``[T, K]`` activations, as dispatch carries them.
+
+        Raises:
+            FormatError: not an activation format.
+        """
+        if not self.is_activation_format:
+            raise FormatError(f"{self.name} cannot carry activations: its scales span rows (blocks of {self.block})")
         return q.data, q.scale
 
     def from_wire(
