@@ -1,0 +1,261 @@
+"""What this machine can run, and why not (``moe-layer doctor``).
+
+Everything is asked, nothing is tried: no kernel is compiled, no group made, no tensor put on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moe_layer
+from moe_layer.backend import architecture, kernel_entries
+from moe_layer.comm.base import ROW_ALIGNMENT
+from moe_layer.config import MoEConfig
+from moe_layer.errors import ConfigError
+from moe_layer.quant import available_formats, get_format
+
+MIB = 1 << 20
+KERNEL_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+PACKAGES = ("torch", "numpy", "safetensors", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "transformers")
+DSL = "nvidia-cutlass-dsl"
+INSTALL_DSL = "pip install 'moe-layer[cuda]'"
+
+# What a payload is made of: routed width, top_k, and the activation format that the release implies.
+MODELS: dict[str, tuple[int, int, str]] = {
+    "deepseek_v3": (7168, 8, "fp8"),
+    "deepseek_v4": (4096, 6, "mxfp8"),
+    "deepseek_v4_pro": (7168, 6, "mxfp8"),
+    "deepseek_v41": (5120, 6, "mxfp8"),
+    "kimi_k2": (7168, 8, "fp8"),
+    "kimi_k2_thinking": (7168, 8, "bf16"),
+    "kimi_linear": (2304, 8, "bf16"),
+    "kimi_k3": (3584, 16, "mxfp8"),
+}
+
+
+def diagnose(
+    *,
+    model: str = "deepseek_v41",
+    ep_size: int = 8,
+    max_tokens_per_rank: int = 4096,
+    activation_format: str | None = None,
+) -> dict[str, Any]:
+    """Everything that ``moe-layer doctor`` prints, as plain values.
+
+    Args:
+        model: a name of :data:`MODELS` or a checkpoint, whose workspaces are sized.
+        ep_size, max_tokens_per_rank: of the group to size them for.
+        activation_format: of the dispatched rows; None: what the model implies.
+
+    Raises:
+        ConfigError: an unknown model, or a config that cannot be read.
+    """
+    gpus = _gpus()
+    return {
+        "versions": {"moe-layer": moe_layer.__version__, "python": platform.python_version(), **_versions()},
+        "machine": _machine(),
+        "gpus": gpus,
+        "peer_access": _peer_access(len(gpus)),
+        "transports": _transports(gpus),
+        "backends": _backends(gpus),
+        "workspace": workspace(
+            model, ep_size=ep_size, max_tokens_per_rank=max_tokens_per_rank, activation_format=activation_format
+        ),
+    }
+
+
+def workspace(
+    model: str, *, ep_size: int, max_tokens_per_rank: int, activation_format: str | None = None
+) -> dict[str, Any]:
+    """Bytes of each communication region of one rank (paper §3.2): ep_size·T̂ slots each, rows 16-byte aligned.
+
+    Args:
+        model: a name of :data:`MODELS` or a checkpoint.
+        ep_size: the paper's P.
+        max_tokens_per_rank: the paper's largest T̂.
+        activation_format: as in :func:`diagnose`.
+    """
+    if model in MODELS:
+        hidden, top_k, implied = MODELS[model]
+    elif os.path.exists(model):
+        hidden, top_k, implied = _payload_of(MoEConfig.from_pretrained(model))
+    else:
+        raise ConfigError(f"unknown model {model!r}: neither a checkpoint here nor one of {', '.join(MODELS)}")
+    name = activation_format or implied
+    fmt = get_format(name)
+    rows = {
+        "dispatch: hidden states": fmt.row_bytes(hidden),
+        "dispatch: scales": fmt.scale_row_bytes(hidden, per_row_global_scale=fmt.two_level),
+        "dispatch: expert ids": 4 * top_k,
+        "dispatch: router weights": 4 * top_k,
+        "combine: partial results": 2 * hidden,
+    }
+    slots = ep_size * max_tokens_per_rank
+    regions = {region: slots * -(-row // ROW_ALIGNMENT) * ROW_ALIGNMENT for region, row in rows.items()}
+    return {
+        "model": model,
+        "ep_size": ep_size,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "hidden_size": hidden,
+        "top_k": top_k,
+        "activation_format": name,
+        "row_bytes": rows,
+        "region_bytes": regions,
+        "total_bytes": sum(regions.values()),
+    }
+
+
+def _payload_of(cfg: MoEConfig) -> tuple[int, int, str]:
+    from moe_layer.layer import implied_activation_format
+
+    return cfg.routed_hidden_size, cfg.num_experts_per_tok, implied_activation_format(cfg)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["torch's CUDA"] = torch.version.cuda
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = architecture(torch.device("cuda", index))
+        gpus.append({"index": index, "name": properties.name, "arch": arch, "memory_bytes": properties.total_memory})
+    return gpus
+
+
+def _peer_access(count: int) -> list[list[bool]]:
+    """``[i][j]``: GPU i can load from and store to GPU j's memory."""
+    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    return "PyTorch sees no NVIDIA GPU (none there, or no driver)"
+
+
+def _verdict(name: str, reason: str | None, instead: str = "") -> dict[str, Any]:
+    """One line of a table: available unless there is a reason why not."""
+    return {"name": name, "available": reason is None, "reason": reason or "", "instead": instead if reason else ""}
+
+
+def _transports(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    gloo = None if dist.is_available() and dist.is_gloo_available() else "this PyTorch has no gloo"
+    if not (dist.is_available() and dist.is_nccl_available()):
+        nccl: str | None = "this PyTorch has no NCCL"
+    else:
+        nccl = None if gpus else _no_gpu()
+    return [
+        _verdict("loopback (one rank)", None),
+        _verdict("collective over gloo (CPU, or GPU through the host)", gloo, "loopback"),
+        _verdict("collective over NCCL (GPUs, across hosts)", nccl, "collective over gloo"),
+    ]
+
+
+def _backends(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each backend with its formats: the reference, then one per architecture that has kernels."""
+    formats = available_formats()
+    backends = [{**_verdict("reference (PyTorch, any device)", None), "weights": formats, "activations": formats}]
+    present = {gpu["arch"] for gpu in gpus}
+    for entry in kernel_entries():
+        if _versions()[DSL] is None:
+            reason: str | None = f"the CuTe DSL is not installed ({INSTALL_DSL})"
+        elif not gpus:
+            reason = _no_gpu()
+        else:
+            reason = None if entry.arch in present else f"needs an {entry.arch} GPU; here: {', '.join(sorted(present))}"
+        verdict = _verdict(f"{entry.arch} kernels", reason, "reference")
+        backends.append({**verdict, "weights": sorted(entry.weights), "activations": sorted(entry.activations)})
+    return backends
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The report as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+
+    def table(title: str, *columns: str) -> Table:
+        result = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns))
+        for column in columns:
+            result.add_column(column, justify="right" if column in ("MiB", "bytes a row") else "left")
+        return result
+
+    machine = report["machine"]
+    memory = machine["memory_bytes"] / 2**30
+    about = table("This machine")
+    about.add_row(
+        "machine", f"{machine['system']} {machine['architecture']}, {machine['cpus']} CPUs, {memory:.0f} GiB"
+    )
+    for name, found in report["versions"].items():
+        missing = (
+            "none" if name == "torch's CUDA" else f"not installed ({INSTALL_DSL})" if name == DSL else "not installed"
+        )
+        about.add_row(name, found or missing)
+    gpus = report["gpus"]
+    for gpu in gpus:
+        note = "" if gpu["arch"] in KERNEL_ARCHS else ": no kernels for it, runs the PyTorch reference"
+        about.add_row(
+            f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['arch']}, {gpu['memory_bytes'] / 2**30:.0f} GiB{note}"
+        )
+    if not gpus:
+        about.add_row("GPU", f"none: {_no_gpu()}; layers run on the CPU")
+    console.print(about, "")
+
+    if len(gpus) > 1:
+        peers = table("Peer access (row GPU reads and writes column GPU)", "", *(str(g["index"]) for g in gpus))
+        for i, row in enumerate(report["peer_access"]):
+            peers.add_row(str(i), *("self" if i == j else "yes" if ok else "no" for j, ok in enumerate(row)))
+        console.print(peers, "")
+
+    def state(line: dict[str, Any]) -> str:
+        return "yes" if line["available"] else f"no: {line['reason']}; instead: {line['instead']}"
+
+    transports = table("Transports", "transport", "runs here")
+    for line in report["transports"]:
+        transports.add_row(line["name"], state(line))
+    console.print(transports, "")
+
+    backends = table("Compute", "backend", "weights", "activations", "runs here")
+    for line in report["backends"]:
+        backends.add_row(line["name"], " ".join(line["weights"]), " ".join(line["activations"]), state(line))
+    console.print(backends, "")
+
+    w = report["workspace"]
+    sizes = table(
+        f"Communication workspace of one rank: {w['model']}, {w['ep_size']} ranks, at most "
+        f"{w['max_tokens_per_rank']} tokens a rank, {w['activation_format']} activations",
+        "region",
+        "bytes a row",
+        "MiB",
+    )
+    for region, size in w["region_bytes"].items():
+        sizes.add_row(region, str(w["row_bytes"][region]), f"{size / MIB:.1f}")
+    sizes.add_row("total", "", f"{w['total_bytes'] / MIB:.1f}")
+    console.print(sizes)
