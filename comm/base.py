@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from moe_layer.comm.channel import Channel
@@ -114,12 +115,50 @@ class ExpertParallelComm(ABC):
 
         Args:
             expert_output: ``[ep_size*T̂, hidden]`` BF16 or FP32, weighted and summed over this rank's experts.
-            output: optional ``[T, hidden]`` BF16 or FP32; default: a new tensor of ``expert_output``'s dtype.
+            output: optional ``[T, hidden]`` BF16, FP16 or FP32; default: a new tensor of ``expert_output``'s dtype.
+
+        Ends the pair, also where it raises after the first check.
 
         Raises:
-            CommunicationError: no dispatch in flight.
+            CommunicationError: no dispatch of this communicator in flight.
+            RankMismatchError: ranks disagree about hidden_size or the dtype.
             TensorError: a wrong dtype, shape, device or stride.
         """
+
+    @torch.no_grad()
+    def expert_load(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """How often the group's tokens select each expert, for load balancers (EPLB). Collective; allowed in flight.
+
+        Args:
+            topk_ids: ``[T, top_k]`` int32 or int64 global ids of this rank's tokens; T may differ between ranks.
+
+        Returns:
+            ``[num_experts]`` int32 on the ids' device, the same on every rank. A repeated id counts each time; an id
+            out of range counts nowhere.
+
+        Raises:
+            TensorError: a wrong dtype, shape or stride.
+        """
+        # These modules build on this one.
+        from moe_layer.comm.destinations import count_experts
+        from moe_layer.comm.validation import check_topk_ids
+
+        self.channel.check_usable("expert_load")
+        check_topk_ids(self.ep_rank, topk_ids)
+        counts = count_experts(topk_ids, self.placement.num_experts)
+        if self.ep_size > 1:
+            dist.all_reduce(counts, group=self.channel.group)
+        return counts
+
+    def give_up(self, error: Exception) -> None:
+        """Tell the peers that this rank cannot make the call that they are in, because of ``error``.
+
+        For failures outside dispatch and combine, which report their own. The call given up is combine where this
+        communicator's dispatch is in flight, else dispatch. Where a transport can tell, the peers raise
+        ``CommunicationError`` with the message and the group stays usable; else they wait for their time-out.
+        """
+        if self.channel.in_flight is self:
+            self.channel.end()
 
     def destroy(self) -> None:
         """Release the channel's resources. Collective, idempotent."""

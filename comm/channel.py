@@ -29,6 +29,7 @@ class Channel:
         ep_rank, ep_size: this process's rank in the group and the group's size.
         in_flight: the communicator whose dispatch awaits its combine, or None.
         step: dispatches completed since creation.
+        failure: why the channel can no longer be used, or None. Set where a collective call broke off half-way.
     """
 
     def __init__(
@@ -44,16 +45,32 @@ class Channel:
             raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
         self.group = group
         self.ep_rank = dist.get_rank(group) if group is not None else 0
+        if self.ep_rank < 0:
+            raise ConfigError("this process is not a member of the group given for expert parallelism")
         self.ep_size = dist.get_world_size(group) if group is not None else 1
         self.max_tokens_per_rank = max_tokens_per_rank
         self.timeout_s = timeout_s
         self.in_flight: ExpertParallelComm | None = None
         self.step = 0
+        self.failure: str | None = None
         self.destroyed = False
 
     def communicator(self, placement: ExpertPlacement, hidden_size: int) -> ExpertParallelComm:
-        """A communicator for one layer: its expert placement and the width of its partial results."""
+        """A communicator for one layer: its expert placement and the width of its partial results.
+
+        Raises:
+            ConfigError: a placement over another number of ranks, or a width below 1.
+        """
         raise NotImplementedError
+
+    def check_layer(self, placement: ExpertPlacement, hidden_size: int) -> None:
+        """Raise unless a layer so placed can use this channel."""
+        if placement.ep_size != self.ep_size:
+            raise ConfigError(
+                f"the placement spreads experts over {placement.ep_size} ranks, but the group has {self.ep_size}"
+            )
+        if hidden_size < 1:
+            raise ConfigError(f"hidden_size must be at least 1, got {hidden_size}")
 
     def tokens_per_rank(self, local_num_tokens: int, runtime_max_tokens_per_rank: int | None) -> int:
         """T̂ of a step, checked against T and the maximum."""
@@ -66,14 +83,14 @@ class Channel:
             )
         if local_num_tokens > t_hat:
             raise CapacityError(
-                f"rank {self.ep_rank}: {local_num_tokens} tokens to dispatch, but runtime_max_tokens_per_rank is {t_hat}"
+                f"rank {self.ep_rank}: {local_num_tokens} tokens to dispatch, "
+                f"but runtime_max_tokens_per_rank is {t_hat}"
             )
         return t_hat
 
     def begin(self, comm: ExpertParallelComm) -> None:
         """Claim the channel for ``comm``'s dispatch."""
-        if self.destroyed:
-            raise CommunicationError(f"rank {self.ep_rank}: dispatch on a destroyed channel")
+        self.check_usable("dispatch")
         if self.in_flight is not None:
             raise CommunicationError(
                 f"rank {self.ep_rank}: dispatch while the dispatch of step {self.step} awaits its combine; "
@@ -83,10 +100,19 @@ class Channel:
 
     def check_in_flight(self, comm: ExpertParallelComm, what: str) -> None:
         """Raise unless ``comm``'s dispatch is the one in flight."""
-        if self.destroyed:
-            raise CommunicationError(f"rank {self.ep_rank}: {what} on a destroyed channel")
+        self.check_usable(what)
         if self.in_flight is not comm:
             raise CommunicationError(f"rank {self.ep_rank}: {what} without a dispatch of this communicator in flight")
+
+    def check_usable(self, what: str) -> None:
+        """Raise if the channel was destroyed or a call on it broke off half-way."""
+        if self.destroyed:
+            raise CommunicationError(f"rank {self.ep_rank}: {what} on a destroyed channel")
+        if self.failure is not None:
+            raise CommunicationError(
+                f"rank {self.ep_rank}: {what} on a channel that failed earlier; make a new group and channel. "
+                f"The failure was: {self.failure}"
+            )
 
     def end(self) -> None:
         """Release the channel after a combine, or after a dispatch that raised."""

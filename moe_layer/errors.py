@@ -17,7 +17,7 @@ class ConfigError(MoELayerError, ValueError):
 
 
 class CheckpointError(MoELayerError, ValueError):
-    """A checkpoint that cannot be read safely: missing, extra or mis-shaped tensors, truncated files, paths outside it."""
+    """A checkpoint that cannot be read safely: missing, extra or mis-shaped tensors, cut files, paths outside it."""
 
 
 class FormatError(MoELayerError, ValueError):
@@ -33,7 +33,7 @@ class CapacityError(MoELayerError, ValueError):
 
 
 class CommunicationError(MoELayerError, RuntimeError):
-    """The communicator used out of order: dispatch twice without combine, combine without dispatch, use after destroy."""
+    """A communicator used out of order (dispatch twice, combine without dispatch, after destroy), or a peer failed."""
 
 
 class RankMismatchError(CommunicationError):
@@ -41,7 +41,7 @@ class RankMismatchError(CommunicationError):
 
 
 class CommunicationTimeoutError(CommunicationError, TimeoutError):
-    """A wait for a peer that ended by its time-out; names the rank, the peer, the phase and the step."""
+    """A wait that ended without the peer: by its time-out, or because the peer is gone. Names ranks, phase and step."""
 
 
 class UnsupportedDeviceError(MoELayerError, RuntimeError):
