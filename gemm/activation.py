@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_layer.errors import ConfigError
+from moe_layer.gemm.rowwise import sigmoid, silu
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Activation:
             raise ConfigError(f"unknown activation {self.kind!r}; known: swiglu, situ")
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """``gate``, ``up`` ``[..., N]`` fp32 (or fp64) → ``[..., N]``."""
+        """``gate``, ``up`` ``[..., N]`` fp32 (or fp64) → ``[..., N]``; the bits of an element depend on that element alone."""
         if self.kind == "situ":
-            a = self.beta * torch.tanh(gate / self.beta) * torch.sigmoid(gate)
+            a = self.beta * torch.tanh(gate / self.beta) * sigmoid(gate)
             return a * (self.linear_beta * torch.tanh(up / self.linear_beta))
         if self.limit is not None:
             gate = gate.clamp(max=self.limit)
             up = up.clamp(min=-self.limit, max=self.limit)
-        return torch.nn.functional.silu(gate) * up
+        return silu(gate) * up

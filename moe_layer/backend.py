@@ -1,0 +1,100 @@
+"""Which code computes the experts on a device.
+
+Kernels announce themselves by GPU architecture and formats::
+
+    register_kernels("sm_90a", "moe_layer.gemm.sm90:Sm90Backend", weights={"bf16"}, activations={"bf16"})
+
+and their module is imported when a layer first needs it, so that ``import moe_layer`` needs neither a GPU nor the CuTe
+DSL. What no kernel serves runs through PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from moe_layer.errors import UnsupportedDeviceError
+from moe_layer.gemm.backend import ComputeBackend
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """Kernels of one architecture: where they are and which formats they take."""
+
+    arch: str
+    target: str
+    weights: frozenset[str]
+    activations: frozenset[str]
+
+    def load(self) -> ComputeBackend:
+        """Import the backend and make one."""
+        module, _, name = self.target.partition(":")
+        backend: ComputeBackend = getattr(import_module(module), name)()
+        return backend
+
+
+_KERNELS: list[KernelEntry] = []
+
+
+def register_kernels(arch: str, target: str, *, weights: Collection[str], activations: Collection[str]) -> None:
+    """Announce kernels; the latest entry that fits wins.
+
+    Args:
+        arch: ``"sm_90a"``, ``"sm_100a"``, …
+        target: ``"module:Class"`` of a :class:`~moe_layer.gemm.backend.ComputeBackend`.
+        weights, activations: the format names it takes, in any combination.
+    """
+    _KERNELS.insert(0, KernelEntry(arch, target, frozenset(weights), frozenset(activations)))
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """``device``, checked to exist; None means the current GPU where there is one, else the CPU.
+
+    Raises:
+        UnsupportedDeviceError: a GPU that is not there, or a kind of device that the layer does not run on.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            build = "this PyTorch is built without CUDA" if torch.version.cuda is None else "no usable GPU was found"
+            raise UnsupportedDeviceError(
+                f"device {device} was asked for, but {build}; device='cpu' runs the PyTorch reference here"
+            )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise UnsupportedDeviceError(
+                f"device {device} was asked for, but this machine has {torch.cuda.device_count()} GPU(s): "
+                f"cuda:0 … cuda:{torch.cuda.device_count() - 1}"
+            )
+    elif device.type != "cpu":
+        raise UnsupportedDeviceError(f"device {device}: the layer runs on 'cuda' and on 'cpu' (PyTorch reference)")
+    return device
+
+
+def architecture(device: torch.device) -> str | None:
+    """``"sm_90a"`` and the like for a CUDA device, None for the CPU."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def select_backend(device: torch.device | str | None, weight_format: str, activation_format: str) -> ComputeBackend:
+    """The fastest backend for the device and formats: a registered kernel, else PyTorch.
+
+    Raises:
+        UnsupportedDeviceError: the device is not there; the message says what would run instead.
+    """
+    arch = architecture(resolve_device(device))
+    for entry in _KERNELS:
+        if entry.arch == arch and weight_format in entry.weights and activation_format in entry.activations:
+            return entry.load()
+    from moe_layer.gemm.reference import ReferenceBackend
+
+    return ReferenceBackend()

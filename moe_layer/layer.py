@@ -1,0 +1,407 @@
+"""The MoE layer (DESIGN §1): route, quantize, dispatch, index, FC1, FC2, finalize, combine, shared experts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from moe_layer.backend import resolve_device, select_backend
+from moe_layer.comm import DispatchResult
+from moe_layer.config import MoEConfig
+from moe_layer.errors import CheckpointError, ConfigError, FormatError, TensorError
+from moe_layer.gemm.activation import Activation
+from moe_layer.gemm.backend import ComputeBackend
+from moe_layer.latent import LatentProjection
+from moe_layer.parallel import ExpertParallel
+from moe_layer.quant import QuantizedTensor, get_format
+from moe_layer.router import Router
+from moe_layer.shared_experts import SharedExperts
+from moe_layer.weights import GatedMLP
+
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+# What a checkpoint's weights imply for the activations; every fp8 weight format means "fp8".
+ACTIVATION_OF = {"bf16": "bf16", "fp32": "fp32", "int4": "bf16", "mxfp4": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+# DeepSeek-V4.1 stores gate.bias_vl.
+IMAGE_BIAS_MODELS = ("deepseek_v41",)
+
+
+class Profiler(Protocol):
+    """Anything that wraps a stage: :class:`~moe_layer.stages.StageTimer`, ``torch.profiler.record_function``."""
+
+    def __call__(self, stage: str) -> AbstractContextManager[Any]: ...
+
+
+class MoELayer(nn.Module):
+    """The MoE block of one decoder layer, with this rank's share of the experts.
+
+    Made empty; :meth:`from_pretrained`, :meth:`load_experts` or ``load_state_dict`` bring the weights. Forward is
+    inference only. What a token becomes does not depend on the other tokens, on their number, or on the rank that it
+    came from, to the bit.
+
+    Args:
+        cfg: the model.
+        ep: the group that holds the experts; None: this process holds them all.
+        layer: number of the decoder layer (hash layers, per-layer placements).
+        activation_format: what tokens travel and are multiplied in; None: what the weight format implies.
+        weight_format: of the routed experts; None: what ``cfg.quantization`` says, else that of ``dtype``.
+        dtype: of unquantized weights, ``torch.bfloat16`` or ``torch.float32``. With float32 nothing is rounded to BF16
+            anywhere, and partial results travel in FP32.
+        device: where the layer runs; None: the current GPU where there is one, else the CPU.
+        backend: computes the experts; None: the fastest that serves the device and the formats.
+        shared_weight_format: of the shared experts; None: that of ``dtype``, or the routed one if it is an FP8 format.
+
+    Raises:
+        ConfigError: a layer that is not MoE, an unsupported dtype.
+        FormatError: an unknown format name.
+        UnsupportedDeviceError: a device that is not there.
+
+    Attributes:
+        gate: :class:`Router`.
+        routed_experts: :class:`~moe_layer.weights.GatedMLP` of the local experts.
+        shared_experts: :class:`SharedExperts` or None.
+        latent: :class:`LatentProjection` or None.
+        local_experts: global ids of this rank's experts, in local order.
+        profiler: called with a stage's name, wraps the stage; None for none.
+        input_global_scale: scalar fp32, NVFP4's static scale of the activations, the same on every rank; None: each
+            row has its own.
+        fc1_output_global_scale: ``[num_local_experts]`` fp32, the same for FC1's output of each expert; None likewise.
+    """
+
+    input_global_scale: torch.Tensor | None
+    fc1_output_global_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        ep: ExpertParallel | None = None,
+        *,
+        layer: int = 0,
+        activation_format: str | None = None,
+        weight_format: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        backend: ComputeBackend | None = None,
+        shared_weight_format: str | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype not in PLAIN_FORMATS:
+            raise ConfigError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype}")
+        plain = PLAIN_FORMATS[dtype]
+        if weight_format is None:
+            weight_format = cfg.quantization.expert_format if cfg.quantization else plain
+        if activation_format is None:
+            activation_format = "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
+        if shared_weight_format is None:
+            shared_weight_format = weight_format if weight_format.startswith("fp8") else plain
+        self.cfg = cfg
+        self.layer = layer
+        self.weight_format = weight_format
+        self._activation_format = get_format(activation_format)
+        self.device = resolve_device(device)
+        self.backend = backend or select_backend(self.device, weight_format, activation_format)
+        self.activation = Activation(
+            "situ" if cfg.hidden_act == "situ" else "swiglu", cfg.swiglu_limit, cfg.situ_beta, cfg.situ_linear_beta
+        )
+        self.ep = ep if ep is not None else ExpertParallel(device=self.device)
+        self.placement = self.ep.placement(layer, cfg.n_routed_experts)
+        self.local_experts = self.placement.local_experts(self.ep.ep_rank)
+        width, inner, count = cfg.routed_hidden_size, cfg.moe_intermediate_size, len(self.local_experts)
+        self.comm = self.ep.communicator(self.placement, width)
+        self.partial_dtype = torch.float32 if activation_format == "fp32" else torch.bfloat16
+        self.profiler: Profiler | None = None
+
+        self.gate = Router(cfg, layer=layer, image_bias=cfg.model_type in IMAGE_BIAS_MODELS, device=self.device)
+        self.routed_experts = GatedMLP(count, width, inner, weight_format, self.device)
+        self.shared_experts: SharedExperts | None = None
+        if cfg.shared_intermediate_size:
+            shared_activation = "fp32" if activation_format == "fp32" else "bf16"
+            self.shared_experts = SharedExperts(
+                cfg.hidden_size,
+                cfg.shared_intermediate_size,
+                self.activation,
+                shared_weight_format,
+                shared_activation,
+                select_backend(self.device, shared_weight_format, shared_activation),
+                self.device,
+            )
+        self.latent: LatentProjection | None = None
+        if cfg.routed_expert_hidden_size is not None:
+            self.latent = LatentProjection(
+                cfg.hidden_size,
+                width,
+                use_norm=cfg.latent_moe_use_norm,
+                eps=cfg.rms_norm_eps,
+                dtype=dtype,
+                device=self.device,
+            )
+        self.register_buffer("input_global_scale", None)
+        self.register_buffer("fc1_output_global_scale", None)
+        # Consecutive experts need no table.
+        self.first_expert = self.local_experts[0] if self.local_experts else 0
+        consecutive = self.local_experts == list(range(self.first_expert, self.first_expert + count))
+        table = None if consecutive else self.placement.local_table(self.ep.ep_rank, self.device)
+        self.register_buffer("local_table", table, persistent=False)
+
+    # ---- weights ----
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        layer: int,
+        ep: ExpertParallel | None = None,
+        activation_format: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> MoELayer:
+        """Load one decoder layer's MoE block from a checkpoint folder: this rank's experts only.
+
+        Raises:
+            ConfigError: a config that is not understood, or a layer that is not MoE.
+            CheckpointError, FormatError: tensors that are missing, extra, mis-shaped or without their scales.
+        """
+        # The one upward import: models builds on this class, and this method is the facade to it.
+        from moe_layer.models.loader import load_layer
+
+        return load_layer(path, layer, ep=ep, activation_format=activation_format, device=device)
+
+    def load_experts(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
+        """Take this rank's experts from stacked floating weights, quantizing where the weight format asks for it.
+
+        Args:
+            gate_up_proj: ``[n_routed_experts, 2·intermediate, hidden]``, gate rows first (transformers' layout).
+            down_proj: ``[n_routed_experts, hidden, intermediate]``.
+
+        Raises:
+            CheckpointError: a wrong shape or dtype.
+        """
+        experts, inner, width = self.cfg.n_routed_experts, self.cfg.moe_intermediate_size, self.cfg.routed_hidden_size
+        for name, tensor, shape in (
+            ("gate_up_proj", gate_up_proj, [experts, 2 * inner, width]),
+            ("down_proj", down_proj, [experts, width, inner]),
+        ):
+            if list(tensor.shape) != shape:
+                raise CheckpointError(f"{name} is {list(tensor.shape)}, expected {shape}")
+        for expert in self.local_experts:
+            gate, up = gate_up_proj[expert].chunk(2)
+            self.load_expert(expert, gate, up, down_proj[expert])
+
+    def load_expert(
+        self,
+        expert: int,
+        gate: torch.Tensor | QuantizedTensor,
+        up: torch.Tensor | QuantizedTensor,
+        down: torch.Tensor | QuantizedTensor,
+    ) -> None:
+        """Set one expert's weights; experts of other ranks are ignored, so every rank can run the same loop.
+
+        Args:
+            expert: global id.
+            gate, up: ``[intermediate, hidden]``: floating, or quantized in the layer's weight format.
+            down: ``[hidden, intermediate]``, likewise.
+
+        Raises:
+            CheckpointError: an expert that the model does not have, a wrong format, shape or dtype.
+        """
+        if not 0 <= expert < self.cfg.n_routed_experts:
+            raise CheckpointError(f"expert {expert} does not exist: the layer has {self.cfg.n_routed_experts}")
+        if self.placement.rank_of[expert] != self.ep.ep_rank:
+            return
+        local, experts = self.placement.local_of[expert], self.routed_experts
+        for stack, part, name, weight in (
+            (experts.gate_up, 0, "gate", gate),
+            (experts.gate_up, 1, "up", up),
+            (experts.down, 0, "down", down),
+        ):
+            load = stack.load_expert if isinstance(weight, QuantizedTensor) else stack.quantize_expert
+            load(local, part, weight, name=f"expert {expert} {name}")  # type: ignore[arg-type]
+
+    def set_static_scales(self, input: torch.Tensor, fc1_output: torch.Tensor) -> None:
+        """Use NVFP4's static activation scales (:attr:`input_global_scale`, :attr:`fc1_output_global_scale`).
+
+        Raises:
+            ConfigError: the activations have no second-level scale.
+            FormatError: a scale that is not finite and positive.
+            CheckpointError: a wrong shape or dtype.
+        """
+        if not self._activation_format.two_level:
+            raise ConfigError(f"{self._activation_format.name} activations have no static scale")
+        for name, scale, shape in (
+            ("input_global_scale", input, []),
+            ("fc1_output_global_scale", fc1_output, [len(self.local_experts)]),
+        ):
+            if list(scale.shape) != shape or scale.dtype != torch.float32:
+                raise CheckpointError(f"{name} is {list(scale.shape)} {scale.dtype}, expected {shape} torch.float32")
+            if not bool((scale.isfinite() & (scale > 0)).all()):
+                raise FormatError(f"{name} must be finite and positive, got {scale.flatten().tolist()}")
+            setattr(self, name, scale.to(self.device))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, but what is missing, extra or mis-shaped is a ``CheckpointError``."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise CheckpointError(str(error)) from None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("input_global_scale", "fc1_output_global_scale"):
+            saved = state_dict.get(prefix + name)
+            setattr(self, name, None if saved is None else torch.empty_like(saved, device=self.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # ---- compute ----
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        tokens_per_rank: int | None = None,
+        input_ids: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The whole block: router, routed experts, shared experts.
+
+        Args:
+            x: ``[T, hidden_size]`` or ``[B, S, hidden_size]`` BF16, FP16 or FP32. T may differ from rank to rank and
+                may be 0, but every rank of the group must call.
+            tokens_per_rank: T̂, the largest T of any rank in this step, the same on every rank; None: the group's
+                ``max_tokens_per_rank`` (T itself in a group of one).
+            input_ids: token ids, shaped as ``x`` without its last dimension; hash layers need them.
+            image_mask: bool, shaped likewise: which tokens are image tokens (DeepSeek-V4.1).
+
+        Returns:
+            The same shape and dtype.
+
+        Raises:
+            TensorError: a wrong dtype, shape or device.
+            CapacityError: T > T̂, or T̂ > ``max_tokens_per_rank``.
+            CheckpointError: experts whose weights were never loaded.
+            CommunicationError: a peer failed, disagrees, or did not come in time.
+        """
+        with self._peers_told():
+            rows = self._rows("x", x, self.cfg.hidden_size)
+            input_ids, image_mask = (None if t is None else t.reshape(-1) for t in (input_ids, image_mask))
+            with self._stage("route"):
+                ids, weights = self.gate(rows, input_ids, image_mask)
+            with self._stage("quantize"):
+                z = rows if self.latent is None else self.latent.enter(rows)
+        y = self._route_through(z, ids, weights, tokens_per_rank)
+        with self._stage("shared"):
+            if self.latent is not None:
+                y = self.latent.leave(y)
+            if self.shared_experts is not None:
+                y = y + self.shared_experts(rows)
+        return y.to(x.dtype).view(x.shape)
+
+    @torch.no_grad()
+    def experts(
+        self,
+        z: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        tokens_per_rank: int | None = None,
+    ) -> torch.Tensor:
+        """The routed experts alone, for callers with a router of their own.
+
+        Args:
+            z: ``[T, routed width]`` (Kimi-K3: the latent width, before norm and up projection), BF16, FP16 or FP32.
+            topk_ids: ``[T, k]`` int32 or int64 global ids, k ≤ 32. A repeated id counts each time; an id outside
+                [0, n_routed_experts) adds nothing.
+            topk_weights: ``[T, k]`` fp32, used as given.
+            tokens_per_rank: as in :meth:`forward`.
+
+        Returns:
+            ``[T, routed width]`` in ``z``'s dtype.
+
+        Raises:
+            As :meth:`forward`.
+        """
+        with self._peers_told():
+            rows = self._rows("z", z, self.cfg.routed_hidden_size)
+            topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+        return self._route_through(rows, topk_ids, topk_weights, tokens_per_rank).to(z.dtype).view(z.shape)
+
+    def _route_through(
+        self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, tokens_per_rank: int | None
+    ) -> torch.Tensor:
+        """``[T, routed width]`` → the weighted sum of the experts' outputs, fp32."""
+        fmt, experts = self._activation_format, self.routed_experts
+        if tokens_per_rank is None and self.ep.ep_size == 1:
+            tokens_per_rank = z.shape[0]
+        with self._peers_told():
+            if missing := len(experts.gate_up.unloaded | experts.down.unloaded):
+                raise CheckpointError(f"layer {self.layer}: {missing} expert projections have no weights yet")
+            with self._stage("quantize"):
+                rows, scales = fmt.to_wire(fmt.quantize(z, global_scale=self.input_global_scale))
+        with self._stage("dispatch"):
+            received = self.comm.dispatch(
+                rows,
+                ids,
+                weights,
+                hidden_states_scale=scales,
+                runtime_max_tokens_per_rank=tokens_per_rank,
+            )
+        with self._peers_told():
+            buffer = self._compute(received, z.shape[1])
+        with self._stage("combine"):
+            # fp32, so that the shared experts are added before the one rounding to the caller's dtype.
+            return self.comm.combine(buffer, output=torch.empty(z.shape, dtype=torch.float32, device=z.device))
+
+    def _compute(self, received: DispatchResult, width: int) -> torch.Tensor:
+        """The experts' work on what was received; returns the combine input, ``[S, width]``."""
+        fmt, experts, backend = self._activation_format, self.routed_experts, self.backend
+        with self._stage("index"):
+            index = backend.build_index(
+                received.topk_ids, self.first_expert, len(self.local_experts), local_table=self.local_table
+            )
+        with self._stage("fc1"):
+            x = fmt.from_wire(received.hidden_states, received.hidden_states_scale, width, self.input_global_scale)
+            h = backend.fc1(
+                x,
+                experts.gate_up.weights(),
+                index,
+                self.activation,
+                fmt.name,
+                output_global_scale=self.fc1_output_global_scale,
+            )
+        with self._stage("fc2"):
+            partial = backend.fc2(h, experts.down.weights(), index)
+        with self._stage("finalize"):
+            assert received.topk_weights is not None
+            buffer = self.comm.get_combine_input_buffer(self.partial_dtype)
+            backend.finalize(partial, index, received.topk_weights, buffer)
+        return buffer
+
+    @contextmanager
+    def _peers_told(self) -> Iterator[None]:
+        """Code outside dispatch and combine: if it fails, the peers, who wait in those, are told."""
+        try:
+            yield
+        except Exception as error:
+            self.comm.give_up(error)
+            raise
+
+    def _rows(self, name: str, x: torch.Tensor, width: int) -> torch.Tensor:
+        if x.dtype not in ROW_DTYPES:
+            raise TensorError(f"{name} has dtype {x.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
+        if x.dim() not in (2, 3) or x.shape[-1] != width:
+            raise TensorError(f"{name} has shape {list(x.shape)}, expected [T, {width}] or [B, S, {width}]")
+        if x.device != self.device:
+            raise TensorError(f"{name} is on {x.device}, but the layer is on {self.device}")
+        return x.reshape(-1, width).contiguous()
+
+    def _stage(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self.profiler is None else self.profiler(name)
+
+    def extra_repr(self) -> str:
+        return (
+            f"layer={self.layer}, experts={len(self.local_experts)}/{self.cfg.n_routed_experts}, "
+            f"top_k={self.cfg.num_experts_per_tok}, weights={self.weight_format}, "
+            f"activations={self._activation_format.name}, backend={self.backend.name}, protocol={self.comm.protocol}, "
+            f"ep_rank={self.ep.ep_rank}/{self.ep.ep_size}"
+        )
