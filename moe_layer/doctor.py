@@ -210,9 +210,7 @@ def print_report(report: dict[str, Any]) -> None:
     machine = report["machine"]
     memory = machine["memory_bytes"] / 2**30
     about = table("This machine")
-    about.add_row(
-        "machine", f"{machine['system']} {machine['architecture']}, {machine['cpus']} CPUs, {memory:.0f} GiB"
-    )
+    about.add_row("machine", f"{machine['system']} {machine['architecture']}, {machine['cpus']} CPUs, {memory:.0f} GiB")
     for name, found in report["versions"].items():
         missing = (
             "none" if name == "torch's CUDA" else f"not installed ({INSTALL_DSL})" if name == DSL else "not installed"
