@@ -50,6 +50,11 @@ def register_kernels(arch: str, target: str, *, weights: Collection[str], activa
     _KERNELS.insert(0, KernelEntry(arch, target, frozenset(weights), frozenset(activations)))
 
 
+def kernel_entries() -> tuple[KernelEntry, ...]:
+    """All announced kernels, the preferred first."""
+    return tuple(_KERNELS)
+
+
 def resolve_device(device: torch.device | str | None) -> torch.device:
     """``device``, checked to exist; None means the current GPU where there is one, else the CPU.
 

@@ -18,6 +18,7 @@ from moe_layer.backend import architecture, kernel_entries
 from moe_layer.comm.base import ROW_ALIGNMENT
 from moe_layer.config import MoEConfig
 from moe_layer.errors import ConfigError
+from moe_layer.layer import implied_activation_format
 from moe_layer.quant import available_formats, get_format
 
 MIB = 1 << 20
@@ -112,9 +113,8 @@ def workspace(
 
 
 def _payload_of(cfg: MoEConfig) -> tuple[int, int, str]:
-    from moe_layer.layer import implied_activation_format
-
-    return cfg.routed_hidden_size, cfg.num_experts_per_tok, implied_activation_format(cfg)
+    weights = cfg.quantization.expert_format if cfg.quantization else "bf16"
+    return cfg.routed_hidden_size, cfg.num_experts_per_tok, implied_activation_format(weights)
 
 
 def _versions() -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -23,12 +23,20 @@ from moe_layer.router import Router
 from moe_layer.shared_experts import SharedExperts
 from moe_layer.weights import GatedMLP
 
+if TYPE_CHECKING:
+    from moe_layer.models.loader import LayerTensors
+
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # What a checkpoint's weights imply for the activations; every fp8 weight format means "fp8".
 ACTIVATION_OF = {"bf16": "bf16", "fp32": "fp32", "int4": "bf16", "mxfp4": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 # DeepSeek-V4.1 stores gate.bias_vl.
 IMAGE_BIAS_MODELS = ("deepseek_v41",)
+
+
+def implied_activation_format(weight_format: str) -> str:
+    """What activations travel and are multiplied in, unless the caller says otherwise."""
+    return "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
 
 
 class Profiler(Protocol):
@@ -55,6 +63,7 @@ class MoELayer(nn.Module):
         device: where the layer runs; None: the current GPU where there is one, else the CPU.
         backend: computes the experts; None: the fastest that serves the device and the formats.
         shared_weight_format: of the shared experts; None: that of ``dtype``, or the routed one if it is an FP8 format.
+        allocate: False leaves expert weights without memory, for :meth:`adopt_tensors` to bring.
 
     Raises:
         ConfigError: a layer that is not MoE, an unsupported dtype.
@@ -88,6 +97,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         backend: ComputeBackend | None = None,
         shared_weight_format: str | None = None,
+        allocate: bool = True,
     ) -> None:
         super().__init__()
         if dtype not in PLAIN_FORMATS:
@@ -96,7 +106,7 @@ class MoELayer(nn.Module):
         if weight_format is None:
             weight_format = cfg.quantization.expert_format if cfg.quantization else plain
         if activation_format is None:
-            activation_format = "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
+            activation_format = implied_activation_format(weight_format)
         if shared_weight_format is None:
             shared_weight_format = weight_format if weight_format.startswith("fp8") else plain
         self.cfg = cfg
@@ -116,8 +126,9 @@ class MoELayer(nn.Module):
         self.partial_dtype = torch.float32 if activation_format == "fp32" else torch.bfloat16
         self.profiler: Profiler | None = None
 
+        place = self.device if allocate else torch.device("meta")
         self.gate = Router(cfg, layer=layer, image_bias=cfg.model_type in IMAGE_BIAS_MODELS, device=self.device)
-        self.routed_experts = GatedMLP(count, width, inner, weight_format, self.device)
+        self.routed_experts = GatedMLP(count, width, inner, weight_format, place)
         self.shared_experts: SharedExperts | None = None
         if cfg.shared_intermediate_size:
             shared_activation = "fp32" if activation_format == "fp32" else "bf16"
@@ -128,7 +139,7 @@ class MoELayer(nn.Module):
                 shared_weight_format,
                 shared_activation,
                 select_backend(self.device, shared_weight_format, shared_activation),
-                self.device,
+                place,
             )
         self.latent: LatentProjection | None = None
         if cfg.routed_expert_hidden_size is not None:
@@ -168,7 +179,42 @@ class MoELayer(nn.Module):
         # The one upward import: models builds on this class, and this method is the facade to it.
         from moe_layer.models.loader import load_layer
 
-        return load_layer(path, layer, ep=ep, activation_format=activation_format, device=device)
+        cfg = MoEConfig.from_pretrained(path)
+        device = resolve_device(device)
+        ep = ep if ep is not None else ExpertParallel(device=device)
+        placement = ep.placement(layer, cfg.n_routed_experts)
+        tensors = load_layer(path, layer, config=cfg, placement=placement, rank=ep.ep_rank, device=device)
+        plain = tensors.gate_up.format == "fp32"
+        self = cls(
+            cfg,
+            ep,
+            layer=layer,
+            activation_format=activation_format,
+            weight_format=tensors.gate_up.format,
+            dtype=torch.float32 if plain else torch.bfloat16,
+            device=device,
+            shared_weight_format=None if tensors.shared_gate_up is None else tensors.shared_gate_up.format,
+            allocate=False,
+        )
+        self.adopt_tensors(tensors)
+        return self
+
+    def adopt_tensors(self, tensors: LayerTensors) -> None:
+        """Take what :func:`moe_layer.models.loader.load_layer` loaded; expert weights are not copied.
+
+        Raises:
+            CheckpointError: formats or shapes other than the layer's.
+        """
+        self.routed_experts.gate_up.adopt(tensors.gate_up, name="routed gate_up")
+        self.routed_experts.down.adopt(tensors.down, name="routed down")
+        if self.shared_experts is not None:
+            assert tensors.shared_gate_up is not None and tensors.shared_down is not None
+            self.shared_experts.gate_up.adopt(tensors.shared_gate_up, name="shared gate_up")
+            self.shared_experts.down.adopt(tensors.shared_down, name="shared down")
+        self.gate.load(tensors.router_weight, tensors.router_bias, tensors.router_bias_vl, tensors.tid2eid)
+        if self.latent is not None:
+            assert tensors.latent_down is not None and tensors.latent_up is not None
+            self.latent.load(tensors.latent_down, tensors.latent_up, tensors.latent_norm)
 
     def load_experts(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
         """Take this rank's experts from stacked floating weights, quantizing where the weight format asks for it.
