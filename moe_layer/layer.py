@@ -75,6 +75,7 @@ class MoELayer(nn.Module):
         routed_experts: :class:`~moe_layer.weights.GatedMLP` of the local experts.
         shared_experts: :class:`SharedExperts` or None.
         latent: :class:`LatentProjection` or None.
+        weight_format, activation_format: registry names, as given or implied.
         local_experts: global ids of this rank's experts, in local order.
         profiler: called with a stage's name, wraps the stage; None for none.
         input_global_scale: scalar fp32, NVFP4's static scale of the activations, the same on every rank; None: each
@@ -112,6 +113,7 @@ class MoELayer(nn.Module):
         self.cfg = cfg
         self.layer = layer
         self.weight_format = weight_format
+        self.activation_format = activation_format
         self._activation_format = get_format(activation_format)
         self.device = resolve_device(device)
         self.backend = backend or select_backend(self.device, weight_format, activation_format)
