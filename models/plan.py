@@ -27,6 +27,9 @@ from moe_layer.models.names import (
     find_block,
 )
 from moe_layer.models.storage import SCHEMES, StoredMatrix, identify
+from moe_layer.quant import get_format
+
+FACTOR_BYTES = 4  # second-level and input scales are fp32
 
 _FLOATS = ("BF16", "F32", "F16")
 _SUFFIXES = {
@@ -50,6 +53,7 @@ class Problems:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.messages: list[str] = []
+        self._seen: set[str] = set()
 
     def add(self, error: MoELayerError, *, missing: str | None = None, unexpected: Sequence[str] = ()) -> None:
         if not self.collect:
@@ -57,7 +61,9 @@ class Problems:
         if missing:
             self.missing.append(missing)
         self.unexpected.extend(unexpected)
-        self.messages.append(str(error))
+        if str(error) not in self._seen:  # a missing file is found missing once per tensor
+            self._seen.add(str(error))
+            self.messages.append(str(error))
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -94,12 +100,12 @@ class MatrixGroup:
         return any(m.input_scale is not None for m in self.matrices.values())
 
     def expert_nbytes(self) -> int:
-        """Bytes of one expert's weights and scales."""
-        one = next(iter(self.matrices.values()), None)
-        if one is None:
+        """Bytes of one expert's weights and scales, once loaded."""
+        if self.format is None:
             return 0
-        size = one.nbytes - (one.shape.nbytes if one.shape else 0)
-        return size // one.data.shape[0] if self.fused else size * self.parts
+        fmt = get_format(self.format)
+        factors = (self.parts if fmt.two_level else 0) + (1 if self.has_input_scale else 0)
+        return fmt.nbytes((self.parts, self.rows, self.columns)) + factors * FACTOR_BYTES
 
 
 @dataclass

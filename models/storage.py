@@ -93,15 +93,6 @@ class StoredMatrix:
     def format(self) -> str:
         return self.scheme.format
 
-    @property
-    def tensors(self) -> list[TensorInfo]:
-        parts = (self.data, self.scale, self.global_scale, self.input_scale, self.shape)
-        return [t for t in parts if t is not None]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
-
 
 def identify(
     checkpoint: HasInfo, base: str, tensors: Mapping[str, str], rows: int, columns: int, stack: int | None = None
@@ -187,7 +178,7 @@ def _match_scale(
         info = with_scale[0][1]
         dtypes = dict.fromkeys(d for s, i in with_scale if i is info for d in s.scale_dtypes)
         raise CheckpointError(f"{info.name} is {info.dtype}; expected scales of {' or '.join(dtypes)}")
-    shapes = {}
+    shapes: dict[str, None] = {}  # an ordered set
     for s, info in typed:
         expected = (*lead, _ceil(rows, s.block[0]), _ceil(columns, s.block[1]))
         if info.shape == expected:
