@@ -57,7 +57,7 @@ def encode_ceil(x: torch.Tensor, max_value: float) -> torch.Tensor:
 
     Args:
         x: fp32 ``[...]``, non-negative.
-        max_value: the element format's largest value, an fp32 number.
+        max_value: the element format's largest value, an fp32 number of at least 2.
 
     Returns:
         uint8 ``[...]``; byte 0 where 2**−127 is already enough, 255 for NaN and infinity.

@@ -79,7 +79,9 @@ class NvFp4(Format):
         scale = q.scale.view(torch.uint8)
         if q.global_scale.dim() < 2:
             return q.data, scale
-        per_row = q.global_scale.expand(q.data.shape[0], 1).contiguous().view(torch.uint8)
+        per_row = (
+            q.global_scale.expand(q.data.shape[0], 1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        )
         return q.data, torch.cat((scale, per_row), dim=-1)
 
     def from_wire(
