@@ -30,7 +30,7 @@ class Activation:
             raise ConfigError(f"unknown activation {self.kind!r}; known: swiglu, situ")
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """``gate``, ``up`` ``[..., N]`` fp32 (or fp64) → ``[..., N]``; the bits of an element depend on that element alone."""
+        """``gate``, ``up`` ``[..., N]`` fp32 (or fp64) → ``[..., N]``, each element by itself to the bit."""
         if self.kind == "situ":
             a = self.beta * torch.tanh(gate / self.beta) * sigmoid(gate)
             return a * (self.linear_beta * torch.tanh(up / self.linear_beta))

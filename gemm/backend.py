@@ -1,6 +1,6 @@
 """The stages of MoE compute, as every backend offers them (paper §3.3).
 
-dispatch workspace ─► build_index ─► fc1 (gather, gate/up, activation, requantize) ─► fc2 ─► finalize ─► combine workspace
+dispatch workspace ─► build_index ─► fc1 (gather, gate/up, act, requantize) ─► fc2 ─► finalize ─► combine workspace
 """
 
 from __future__ import annotations

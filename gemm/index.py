@@ -17,7 +17,7 @@ class ExpertIndex:
     Attributes:
         offsets: ``[num_local_experts + 1]`` int32; expert e owns rows ``offsets[e] … offsets[e+1] − 1``.
         slots: ``[slots × top_k]`` int32; the dispatch slot of each row. Entries past ``offsets[-1]`` are undefined.
-        rows: ``[slots, top_k]`` int32; the row of each selection, −1 where its expert is not local or the slot is empty.
+        rows: ``[slots, top_k]`` int32; the row of each selection, −1 where its expert is elsewhere or the slot empty.
     """
 
     offsets: torch.Tensor

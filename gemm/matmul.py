@@ -3,8 +3,8 @@
 A BLAS picks its kernel, and with it the order of the sum over K, by the number of rows: the same token gets other bits
 in another batch, or on another rank. Here every call has the same number of rows: the input goes through in tiles of
 ``TILE_ROWS``, the last one padded. Within a call of fixed shape the bits of a row depend neither on its place nor on
-the other rows (MKL, 1 and 2 threads: 20 000 random shapes with N up to 3000 and K up to 6000, unaligned operands and NaN
-neighbours among them; ``tests/gemm/test_matmul.py`` repeats a sample). One column is the exception: it becomes a
+the other rows (MKL, 1 and 2 threads: 20 000 random shapes with N up to 3000 and K up to 6000, unaligned operands and
+NaN neighbours among them; ``tests/gemm/test_matmul.py`` repeats a sample). One column is the exception: it becomes a
 matrix-vector product, which is why ``N`` = 1 is padded too.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ TILE_ROWS = 32
 @contextmanager
 def ieee_fp32(device: torch.device) -> Iterator[None]:
     """fp32 products in fp32, whatever the program allows elsewhere (TF32, BF16, autocast)."""
-    settings = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    settings = backend.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "ieee"
     try:

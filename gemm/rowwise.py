@@ -1,9 +1,9 @@
 """Functions of rows whose bits depend on nothing but the row.
 
 PyTorch's own are not so: a vectorised kernel takes another code path for the tail of a thread's share (sigmoid, silu,
-softplus on CPUs differ in the last bit there), and a reduction on GPUs picks its split by the number of rows. Those here
-are built from operations that are exact by IEEE 754 (+, ×, ÷, √, max) or take one path for all elements (exp, tanh,
-log1p: shown by test), and sums run in a fixed tree.
+softplus on CPUs differ in the last bit there), and a reduction on GPUs picks its split by the number of rows. Those
+here are built from operations that are exact by IEEE 754 (+, ×, ÷, √, max) or take one path for all elements (exp,
+tanh, log1p: shown by test), and sums run in a fixed tree.
 """
 
 from __future__ import annotations
