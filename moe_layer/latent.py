@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moe_layer.errors import CheckpointError
 from moe_layer.gemm.matmul import row_matmul
 from moe_layer.gemm.rowwise import row_sum
 
@@ -26,9 +27,12 @@ class LatentProjection(nn.Module):
         device: where they lie.
 
     Attributes:
-        down, up: ``[latent, hidden]`` and ``[hidden, latent]`` (``routed_expert_down_proj``, ``routed_expert_up_proj``).
+        down: ``[latent, hidden]`` (``routed_expert_down_proj``).
+        up: ``[hidden, latent]`` (``routed_expert_up_proj``).
         norm: ``[latent]`` fp32 (``routed_expert_norm``), or None.
     """
+
+    norm: nn.Parameter | None
 
     def __init__(
         self,
@@ -42,12 +46,36 @@ class LatentProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        down = torch.empty(latent_size, hidden_size, dtype=dtype, device=device)
-        up = torch.empty(hidden_size, latent_size, dtype=dtype, device=device)
+        # NaN until loaded.
+        down = torch.full((latent_size, hidden_size), torch.nan, dtype=dtype, device=device)
+        up = torch.full((hidden_size, latent_size), torch.nan, dtype=dtype, device=device)
         self.down = nn.Parameter(down, requires_grad=False)
         self.up = nn.Parameter(up, requires_grad=False)
         norm = nn.Parameter(torch.ones(latent_size, device=device), requires_grad=False) if use_norm else None
         self.register_parameter("norm", norm)
+
+    @torch.no_grad()
+    def load(self, down: torch.Tensor, up: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        """Take a checkpoint's tensors, the projections in the dtype that they come in.
+
+        Raises:
+            CheckpointError: a wrong shape or dtype, a missing norm, or one that is not used.
+        """
+        for name, attribute, source in (
+            ("routed_expert_down_proj", "down", down),
+            ("routed_expert_up_proj", "up", up),
+            ("routed_expert_norm", "norm", norm),
+        ):
+            target = getattr(self, attribute)
+            if (target is None) != (source is None):
+                raise CheckpointError(f"{name} is {'missing' if source is None else 'not expected'}")
+            if target is None or source is None:
+                continue
+            if source.shape != target.shape or not source.is_floating_point():
+                expected = f"{list(target.shape)} floating"
+                raise CheckpointError(f"{name} is {list(source.shape)} {source.dtype}, expected {expected}")
+            value = source.float() if attribute == "norm" else source
+            setattr(self, attribute, nn.Parameter(value.to(target.device), requires_grad=False))
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]`` → ``[T, latent]`` fp32."""

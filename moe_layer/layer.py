@@ -30,8 +30,6 @@ ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # What a checkpoint's weights imply for the activations; every fp8 weight format means "fp8".
 ACTIVATION_OF = {"bf16": "bf16", "fp32": "fp32", "int4": "bf16", "mxfp4": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-# DeepSeek-V4.1 stores gate.bias_vl.
-IMAGE_BIAS_MODELS = ("deepseek_v41",)
 
 
 def implied_activation_format(weight_format: str) -> str:
@@ -75,7 +73,7 @@ class MoELayer(nn.Module):
         routed_experts: :class:`~moe_layer.weights.GatedMLP` of the local experts.
         shared_experts: :class:`SharedExperts` or None.
         latent: :class:`LatentProjection` or None.
-        weight_format, activation_format: registry names, as given or implied.
+        weight_format, activation_format: registry names, as chosen.
         local_experts: global ids of this rank's experts, in local order.
         profiler: called with a stage's name, wraps the stage; None for none.
         input_global_scale: scalar fp32, NVFP4's static scale of the activations, the same on every rank; None: each
@@ -85,6 +83,7 @@ class MoELayer(nn.Module):
 
     input_global_scale: torch.Tensor | None
     fc1_output_global_scale: torch.Tensor | None
+    local_table: torch.Tensor | None
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class MoELayer(nn.Module):
         self.layer = layer
         self.weight_format = weight_format
         self.activation_format = activation_format
-        self._activation_format = get_format(activation_format)
+        self._wire_format = get_format(activation_format)
         self.device = resolve_device(device)
         self.backend = backend or select_backend(self.device, weight_format, activation_format)
         self.activation = Activation(
@@ -129,7 +128,7 @@ class MoELayer(nn.Module):
         self.profiler: Profiler | None = None
 
         place = self.device if allocate else torch.device("meta")
-        self.gate = Router(cfg, layer=layer, image_bias=cfg.model_type in IMAGE_BIAS_MODELS, device=self.device)
+        self.gate = Router(cfg, layer=layer, device=self.device)
         self.routed_experts = GatedMLP(count, width, inner, weight_format, place)
         self.shared_experts: SharedExperts | None = None
         if cfg.shared_intermediate_size:
@@ -173,6 +172,9 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> MoELayer:
         """Load one decoder layer's MoE block from a checkpoint folder: this rank's experts only.
+
+        Static activation scales that an NVFP4 checkpoint may hold are left aside: a scale for each row, which travels
+        with it, saturates nothing and needs no agreement between ranks (:meth:`set_static_scales` sets them).
 
         Raises:
             ConfigError: a config that is not understood, or a layer that is not MoE.
@@ -277,8 +279,8 @@ class MoELayer(nn.Module):
             FormatError: a scale that is not finite and positive.
             CheckpointError: a wrong shape or dtype.
         """
-        if not self._activation_format.two_level:
-            raise ConfigError(f"{self._activation_format.name} activations have no static scale")
+        if not self._wire_format.two_level:
+            raise ConfigError(f"{self._wire_format.name} activations have no static scale")
         for name, scale, shape in (
             ("input_global_scale", input, []),
             ("fc1_output_global_scale", fc1_output, [len(self.local_experts)]),
@@ -378,7 +380,7 @@ class MoELayer(nn.Module):
         self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, tokens_per_rank: int | None
     ) -> torch.Tensor:
         """``[T, routed width]`` → the weighted sum of the experts' outputs, fp32."""
-        fmt, experts = self._activation_format, self.routed_experts
+        fmt, experts = self._wire_format, self.routed_experts
         if tokens_per_rank is None and self.ep.ep_size == 1:
             tokens_per_rank = z.shape[0]
         with self._peers_told():
@@ -402,7 +404,7 @@ class MoELayer(nn.Module):
 
     def _compute(self, received: DispatchResult, width: int) -> torch.Tensor:
         """The experts' work on what was received; returns the combine input, ``[S, width]``."""
-        fmt, experts, backend = self._activation_format, self.routed_experts, self.backend
+        fmt, experts, backend = self._wire_format, self.routed_experts, self.backend
         with self._stage("index"):
             index = backend.build_index(
                 received.topk_ids, self.first_expert, len(self.local_experts), local_table=self.local_table
@@ -450,6 +452,6 @@ class MoELayer(nn.Module):
         return (
             f"layer={self.layer}, experts={len(self.local_experts)}/{self.cfg.n_routed_experts}, "
             f"top_k={self.cfg.num_experts_per_tok}, weights={self.weight_format}, "
-            f"activations={self._activation_format.name}, backend={self.backend.name}, protocol={self.comm.protocol}, "
+            f"activations={self.activation_format}, backend={self.backend.name}, protocol={self.comm.protocol}, "
             f"ep_rank={self.ep.ep_rank}/{self.ep.ep_size}"
         )

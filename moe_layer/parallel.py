@@ -17,8 +17,8 @@ from moe_layer.errors import ConfigError
 class ExpertParallel:
     """One group of ranks that hold the experts between them. All layers of a model share one.
 
-    Creating it is collective over the group, and so is :meth:`destroy`. One layer at a time: a dispatch must be combined
-    before the next, and all ranks must run the same layers in the same order.
+    Creating it is collective over the group, and so is :meth:`destroy`. One layer at a time: a dispatch must be
+    combined before the next, and all ranks must run the same layers in the same order.
 
     Args:
         group: a torch.distributed process group, a one-dimensional ``DeviceMesh``, or None for this process alone.

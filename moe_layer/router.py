@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from moe_layer.config import MoEConfig
-from moe_layer.errors import ConfigError, TensorError
+from moe_layer.errors import CheckpointError, ConfigError, TensorError
 from moe_layer.gemm.matmul import row_matmul
 from moe_layer.gemm.rowwise import row_sum, sigmoid, softmax, softplus
 
@@ -26,12 +28,11 @@ class Router(nn.Module):
         cfg: the model; ``scoring_func``, ``n_group``, ``topk_group``, ``group_score``, ``norm_topk_prob``,
             ``routed_scaling_factor``, ``use_correction_bias``, ``num_hash_layers`` are read.
         layer: decoder layer; the first ``num_hash_layers`` look experts up by token id.
-        image_bias: whether image tokens choose with a bias of their own (DeepSeek-V4.1's ``gate.bias_vl``).
 
     Attributes:
         weight: ``[n_routed_experts, hidden_size]`` fp32.
         e_score_correction_bias: ``[n_routed_experts]`` fp32, or None.
-        bias_vl: the same for image tokens, or None.
+        bias_vl: the same for image tokens, or None; a checkpoint that holds it brings it (DeepSeek-V4.1).
         tid2eid: ``[vocab_size, top_k]`` int32 experts of each token id (hash layers), or None.
     """
 
@@ -44,7 +45,6 @@ class Router(nn.Module):
         cfg: MoEConfig,
         *,
         layer: int = 0,
-        image_bias: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -52,20 +52,62 @@ class Router(nn.Module):
         reachable = experts // cfg.n_group * cfg.topk_group
         if reachable < top_k:
             raise ConfigError(
-                f"{cfg.model_type}: topk_group={cfg.topk_group} of n_group={cfg.n_group} groups hold {reachable} experts, "
-                f"fewer than num_experts_per_tok={top_k}"
+                f"{cfg.model_type}: topk_group={cfg.topk_group} of n_group={cfg.n_group} groups hold {reachable} "
+                f"experts, fewer than num_experts_per_tok={top_k}"
             )
         self.cfg = cfg
         self.is_hash = cfg.is_hash_layer(layer)
         if self.is_hash and cfg.vocab_size < 1:
             raise ConfigError(f"{cfg.model_type}: layer {layer} is a hash layer, but vocab_size is {cfg.vocab_size}")
-        # fp32 whatever the checkpoint holds: the products are fp32, and widening once is exact.
-        self.weight = nn.Parameter(torch.empty(experts, cfg.hidden_size, device=device), requires_grad=False)
+        # fp32 whatever the checkpoint holds: the products are fp32, and widening once is exact. NaN until loaded.
+        self.weight = nn.Parameter(
+            torch.full((experts, cfg.hidden_size), torch.nan, device=device), requires_grad=False
+        )
         has_bias = cfg.use_correction_bias and not self.is_hash
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, device=device) if has_bias else None)
-        self.register_buffer("bias_vl", torch.zeros(experts, device=device) if image_bias else None)
-        table = torch.empty(cfg.vocab_size, top_k, dtype=torch.int32, device=device) if self.is_hash else None
+        self.register_buffer("bias_vl", None)
+        table = torch.zeros(cfg.vocab_size, top_k, dtype=torch.int32, device=device) if self.is_hash else None
         self.register_buffer("tid2eid", table)
+
+    @torch.no_grad()
+    def load(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        bias_vl: torch.Tensor | None = None,
+        tid2eid: torch.Tensor | None = None,
+    ) -> None:
+        """Copy a checkpoint's tensors into place.
+
+        Args:
+            weight: ``[n_routed_experts, hidden_size]``, any floating dtype.
+            bias, bias_vl: ``[n_routed_experts]``, likewise.
+            tid2eid: ``[vocab_size, top_k]`` integers.
+
+        Raises:
+            CheckpointError: a wrong shape, or a tensor that this router needs, or has no use for.
+        """
+        self._make_room(bias_vl)
+        for name, target, source in (
+            ("gate.weight", self.weight, weight),
+            ("gate.e_score_correction_bias", self.e_score_correction_bias, bias),
+            ("gate.bias_vl", self.bias_vl, bias_vl),
+            ("gate.tid2eid", self.tid2eid, tid2eid),
+        ):
+            if (target is None) != (source is None):
+                raise CheckpointError(f"{name} is {'missing' if source is None else 'not expected'}")
+            if target is None or source is None:
+                continue
+            if source.shape != target.shape:
+                raise CheckpointError(f"{name} is {list(source.shape)}, expected {list(target.shape)}")
+            target.copy_(source)
+
+    def _make_room(self, bias_vl: torch.Tensor | None) -> None:
+        self.bias_vl = None if bias_vl is None else torch.empty(self.weight.shape[0], device=self.weight.device)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._make_room(state_dict.get(prefix + "bias_vl"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def forward(
@@ -76,7 +118,8 @@ class Router(nn.Module):
         Args:
             x: ``[T, hidden_size]``, any floating dtype.
             input_ids: ``[T]`` integer token ids; hash layers need them, others ignore them.
-            image_mask: ``[T]`` bool, True for image tokens; None means there are none.
+            image_mask: ``[T]`` bool, True for image tokens; None means there are none. Without ``bias_vl`` they
+                choose as all others do.
 
         Returns:
             ids ``[T, top_k]`` int32, best first, and their weights ``[T, top_k]`` fp32.
@@ -88,10 +131,7 @@ class Router(nn.Module):
         if x.dim() != 2 or x.shape[1] != cfg.hidden_size or not x.is_floating_point():
             raise TensorError(f"router input must be [T, {cfg.hidden_size}] floating, got {list(x.shape)} {x.dtype}")
         scores = self._scores(row_matmul(x.float(), self.weight.float()))
-        if self.is_hash:
-            ids = self._look_up(x.shape[0], input_ids)
-        else:
-            ids = self._choose(scores, image_mask)
+        ids = self._look_up(x.shape[0], input_ids) if self.is_hash else self._choose(scores, image_mask)
         weights = scores.gather(1, ids)
         if cfg.norm_topk_prob:
             weights = weights / (row_sum(weights).unsqueeze(1) + NORM_EPSILON)

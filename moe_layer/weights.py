@@ -57,6 +57,23 @@ class ExpertStack(nn.Module):
         """The buffers as the compute stages take them."""
         return ExpertWeights(self.weight_format, self.data, self.scale, self.global_scale, self.columns)
 
+    def adopt(self, weights: ExpertWeights, *, name: str = "experts") -> None:
+        """Take ``weights`` of all experts as they are, without a copy.
+
+        Raises:
+            CheckpointError: another format, shape or dtype than this stack's.
+        """
+        if weights.format != self.weight_format or weights.columns != self.columns:
+            raise CheckpointError(
+                f"{name}: {weights.format} rows of {weights.columns} values, "
+                f"expected {self.weight_format} rows of {self.columns}"
+            )
+        for what, source in (("data", weights.data), ("scale", weights.scale), ("global_scale", weights.global_scale)):
+            buffer = getattr(self, what)
+            _check_like(f"{name}: {what}", buffer, source)
+            setattr(self, what, source)
+        self.unloaded.clear()
+
     def load_expert(self, expert: int, part: int, q: QuantizedTensor, *, name: str = "weight") -> None:
         """Copy the ``[rows, columns]`` weights of one local expert's part into place.
 
@@ -126,6 +143,17 @@ class ExpertStack(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if prefix + "data" in state_dict:
             self.unloaded.clear()
+
+
+def _check_like(name: str, expected: torch.Tensor | None, found: torch.Tensor | None) -> None:
+    if expected is None and found is None:
+        return
+    if expected is None or found is None:
+        raise CheckpointError(f"{name} is {'missing' if found is None else 'not expected'}")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise CheckpointError(
+            f"{name} is {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}"
+        )
 
 
 class GatedMLP(nn.Module):

@@ -77,16 +77,20 @@ def test_every_pair_of_formats(weight_format: str, activation_format: str) -> No
     offsets, rows = index.offsets.tolist(), values(x)
     total = offsets[-1]
     assert h.data.shape[0] == out.shape[0] == total and out.dtype == torch.float32
-    h_true, out_true = np.empty((total, n)), np.empty((total, k))
+    h_true, out_true, h_got = np.empty((total, n)), np.empty((total, k)), values(h)
     for e in range(experts):
         for r in range(offsets[e], offsets[e + 1]):
             z = rows[index.slots[r]]
             h_true[r] = rounded(activation_format, oracle.activate(decoded(w1, e, 0) @ z, decoded(w1, e, 1) @ z))
-            out_true[r] = decoded(w2, e, 0) @ h_true[r]
-    # A value within fp32's error of a rounding boundary may fall to the other side: one step of the format at most.
-    limit = 1e-6 if activation_format == "fp32" else 4e-3
-    assert rel_l2(torch.from_numpy(values(h)), torch.from_numpy(h_true)) < limit
-    assert rel_l2(out, torch.from_numpy(out_true)) < limit
+            out_true[r] = decoded(w2, e, 0) @ h_got[r]
+    if activation_format == "fp32":
+        assert rel_l2(torch.from_numpy(h_got), torch.from_numpy(h_true)) < 1e-6
+    else:
+        # What lies within fp32's error of a rounding boundary may fall to its other side; a scale takes its block too.
+        exact = np.isclose(h_got, h_true, rtol=1e-6, atol=0)
+        assert exact.mean() > 0.97
+        assert rel_l2(torch.from_numpy(h_got), torch.from_numpy(h_true)) < 3e-2
+    assert rel_l2(out, torch.from_numpy(out_true)) < 2e-6
 
 
 @pytest.mark.parametrize("n", [1, 127, 129, 192, 257, 448, 1407])
