@@ -66,8 +66,9 @@ def _scale(rng: np.random.Generator, shape: tuple[int, ...], columns: int, sprea
 
 
 def _e8m0(rng: np.random.Generator, shape: tuple[int, ...], columns: int, spread: float) -> np.ndarray:
-    """Scale bytes; value 2^(byte − 127)."""
-    return np.clip(np.rint(np.log2(_scale(rng, shape, columns, spread))) + 127, 0, 254).astype(np.uint8)
+    """Scale bytes, of four neighbouring powers of two; value 2^(byte − 127)."""
+    middle = 127 - math.log2(spread * math.sqrt(columns))
+    return (round(middle) + rng.integers(-2, 2, shape)).astype(np.uint8)
 
 
 def _ceil(a: int, b: int) -> int:
