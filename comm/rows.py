@@ -56,7 +56,10 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 def as_byte_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous ``[n, *row]`` of any dtype as ``[n, bytes]`` uint8, sharing memory."""
-    return tensor.view(-1).view(torch.uint8).view(tensor.shape[0], row_bytes(tensor))
+    shape = (tensor.shape[0], row_bytes(tensor))
+    if tensor.numel() == 0:  # NumPy gives these strides that view() refuses
+        return torch.empty(shape, dtype=torch.uint8, device=tensor.device)
+    return tensor.view(-1).view(torch.uint8).view(shape)
 
 
 def as_typed_rows(buffer: torch.Tensor, num_rows: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +107,10 @@ class Workspace:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._buffers[key] = buffer
         return buffer
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers taken so far."""
+        return list(self._buffers.values())
 
     def clear(self) -> None:
         """Forget the buffers; views that callers still hold keep theirs alive."""
