@@ -373,6 +373,9 @@ class MoELayer(nn.Module):
         """
         with self._peers_told():
             rows = self._rows("z", z, self.cfg.routed_hidden_size)
+            for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+                if not isinstance(tensor, torch.Tensor):
+                    raise TensorError(f"{name} must be a tensor, got {type(tensor).__name__}")
             topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
         return self._route_through(rows, topk_ids, topk_weights, tokens_per_rank).to(z.dtype).view(z.shape)
 
@@ -437,6 +440,8 @@ class MoELayer(nn.Module):
             raise
 
     def _rows(self, name: str, x: torch.Tensor, width: int) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise TensorError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dtype not in ROW_DTYPES:
             raise TensorError(f"{name} has dtype {x.dtype}, expected torch.bfloat16, torch.float16 or torch.float32")
         if x.dim() not in (2, 3) or x.shape[-1] != width:
