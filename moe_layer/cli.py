@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from moe_layer.errors import MoELayerError
 
 OK, BEYOND_LIMIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-ACTIVATION_FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+ACTIVATION_FORMATS = ("fp32", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 
 DESCRIPTION = """\
 A Mixture-of-Experts layer for inference with expert parallelism (EP): reads the experts of DeepSeek- and Kimi-family
@@ -267,7 +267,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from moe_layer.models import inspect
 
     report = inspect.inspect_checkpoint(arguments.checkpoint, layer=arguments.layer, ep_size=arguments.ep)
-    raise NotImplementedError(report)
+    if arguments.json:
+        print_json(report)
+    else:
+        inspect.print_report(report)
+    return OK if report["ok"] else BEYOND_LIMIT
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

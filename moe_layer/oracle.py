@@ -250,13 +250,22 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
     return grid(x, 1, 0, 6.0)
 
 
+def fp32(x: torch.Tensor) -> torch.Tensor:
+    """fp64 rounded to fp32's numbers."""
+    return x.float().double()
+
+
 def power_of_two(amax: torch.Tensor, exponent: int) -> torch.Tensor:
     """2^(floor(log2 amax) − exponent), the scale of OCP MX; 1 for a block of zeros."""
     return torch.where(amax > 0, torch.exp2(torch.frexp(amax)[1].double() - 1 - exponent), 1.0)
 
 
 def round_to(x: torch.Tensor, activation_format: str) -> torch.Tensor:
-    """fp64 ``[n, K]`` quantized to an activation format and back; ``"fp32"`` leaves it alone."""
+    """fp64 ``[n, K]`` quantized to an activation format and back; ``"fp32"`` leaves it alone.
+
+    Scales, and values over scales, are fp32 numbers by definition of the formats. A quotient of BF16 values is often a
+    tie but for that rounding: in fp64, fp8 would round one value in 800 elsewhere, a relative L2 difference of 3.4e-3.
+    """
     if activation_format == "fp32":
         return x
     if activation_format == "bf16":
@@ -266,14 +275,14 @@ def round_to(x: torch.Tensor, activation_format: str) -> torch.Tensor:
     blocks = torch.nn.functional.pad(x, (0, -k % size)).view(n, -1, size)
     amax = blocks.abs().amax(-1, keepdim=True)
     if activation_format == "fp8":
-        scale = (amax / 448).float().double()
+        scale = fp32(amax / 448)
         scale = torch.where(scale > 0, scale, 1.0)
-        out = e4m3(blocks / scale) * scale
+        out = e4m3(fp32(blocks / scale)) * scale
     elif activation_format == "nvfp4":
-        whole = (amax.amax(1, keepdim=True) / (448 * 6)).float().double()
+        whole = fp32(amax.amax(1, keepdim=True) / (448 * 6))
         whole = torch.where(whole > 0, whole, 1.0)
-        scale = e4m3((amax / 6 / whole).clamp(min=2**-9)) * whole  # never E4M3's zero
-        out = e2m1(blocks / scale) * scale
+        scale = fp32(e4m3(fp32(amax / fp32(6 * whole)).clamp(min=2**-9)) * whole)  # never E4M3's zero
+        out = e2m1(fp32(blocks / scale)) * scale
     elif activation_format == "mxfp8":
         scale = power_of_two(amax, 8)
         out = e4m3(blocks / scale) * scale

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def run_layer(
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
         x, input_ids = _tokens(cfg, input_file, random_tokens, seed)
         cuts = [r * len(x) // size for r in range(size + 1)]
-        most = max(b - a for a, b in zip(cuts, cuts[1:]))
+        most = max(b - a for a, b in pairwise(cuts))
         mine = slice(cuts[rank], cuts[rank + 1])
         ep = ExpertParallel(group, protocol, max_tokens_per_rank=max(1, most), device=where)
         start = time.perf_counter()
@@ -173,14 +174,14 @@ def _gather(y: torch.Tensor, group: dist.ProcessGroup | None, cuts: list[int]) -
     """Every rank's rows on the CPU of every rank, in order."""
     if group is None:
         return y.cpu()
-    most = max(b - a for a, b in zip(cuts, cuts[1:]))
+    most = max(b - a for a, b in pairwise(cuts))
     padded = y.new_zeros(most, y.shape[1])
     padded[: len(y)] = y
     if dist.get_backend(group) == "gloo":
         padded = padded.cpu()
     parts = [torch.empty_like(padded) for _ in range(len(cuts) - 1)]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: b - a] for part, a, b in zip(parts, cuts, cuts[1:])]).cpu()
+    return torch.cat([part[: b - a] for part, (a, b) in zip(parts, pairwise(cuts))]).cpu()
 
 
 def print_report(report: dict[str, Any]) -> None:
