@@ -180,7 +180,7 @@ def _transports(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _backends(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each backend with its formats: the reference, then one per architecture that has kernels."""
     formats = available_formats()
-    rows = [name for name in formats if (block := get_format(name).block) is None or block[0] == 1 and name != "int4"]
+    rows = [name for name in formats if (block := get_format(name).block) is None or (block[0] == 1 and name != "int4")]
     backends = [{**_verdict("reference (PyTorch, any device)", None), "weights": formats, "activations": rows}]
     present = {gpu["arch"] for gpu in gpus}
     for entry in kernel_entries():
