@@ -17,7 +17,7 @@ class QuantizationConfig:
 
     Attributes:
         method: ``quant_method`` of the config: ``"fp8"``, ``"compressed-tensors"``, ``"modelopt"``.
-        expert_format: registry name of the expert weights, e.g. ``"fp8_128x128"``, ``"mxfp4"``, ``"nvfp4"``, ``"int4"``.
+        expert_format: registry name of the expert weights, e.g. ``"fp8_128x128"``, ``"mxfp4"``, ``"nvfp4"``.
     """
 
     method: str
@@ -88,7 +88,9 @@ class MoEConfig:
     extra: dict[str, object] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"):
+        for name in (
+            "hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{self.model_type}: {name} must be a positive integer, got {value!r}")
@@ -98,9 +100,11 @@ class MoEConfig:
                 f"min(n_routed_experts={self.n_routed_experts}, 32)"
             )
         if self.scoring_func not in SCORING_FUNCS:
-            raise ConfigError(f"{self.model_type}: unknown scoring_func {self.scoring_func!r}; known: {', '.join(SCORING_FUNCS)}")
+            known = ", ".join(SCORING_FUNCS)
+            raise ConfigError(f"{self.model_type}: unknown scoring_func {self.scoring_func!r}; known: {known}")
         if self.hidden_act not in HIDDEN_ACTS:
-            raise ConfigError(f"{self.model_type}: unknown hidden_act {self.hidden_act!r}; known: {', '.join(HIDDEN_ACTS)}")
+            known = ", ".join(HIDDEN_ACTS)
+            raise ConfigError(f"{self.model_type}: unknown hidden_act {self.hidden_act!r}; known: {known}")
         if self.group_score not in ("top2_sum", "max"):
             raise ConfigError(f"{self.model_type}: unknown group_score {self.group_score!r}; known: top2_sum, max")
         if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
