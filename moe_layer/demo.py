@@ -30,7 +30,7 @@ from moe_layer.stages import STAGES
 
 TIMED_RUNS = 3
 # Small enough for two cores; blocks of 128 and of 32 fit several times, experts spread over V3's eight groups.
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"hidden": 1024, "inter": 512, "experts": 32, "top_k": 8},
     "deepseek_v41": {"hidden": 768, "inter": 384, "experts": 48, "top_k": 6},
     "kimi_k3": {"hidden": 1024, "inter": 512, "experts": 64, "top_k": 16},
