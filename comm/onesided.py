@@ -1,0 +1,557 @@
+"""One-sided expert-parallel all-to-all over symmetric memory: the host side of Fence and Sentinel.
+
+A :class:`OneSidedChannel` owns one symmetric allocation per rank, sized for the largest layer, and the record into which
+kernels write why they gave up. A :class:`OneSidedComm` is one layer's view. Nothing here waits for the GPU: a step is two
+launches, and what a kernel reported is raised by the next call (or by :meth:`OneSidedChannel.check`, which synchronizes).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from moe_layer.comm.auto import sentinel_limit
+from moe_layer.comm.base import DispatchResult, ExpertParallelComm
+from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
+from moe_layer.comm.layout import (
+    STATE_BYTES,
+    STATE_ERROR,
+    STATE_RECORD,
+    STATE_TIMEOUT,
+    Capacity,
+    SyncOffsets,
+    WorkspaceLayout,
+    align,
+)
+from moe_layer.comm.placement import ExpertPlacement
+from moe_layer.comm.rows import as_byte_rows, row_bytes, row_shape
+from moe_layer.comm.spec import CombineSpec, DispatchSpec
+from moe_layer.comm.status import RECORD_WORDS, ErrorCode, explain
+from moe_layer.comm.symmetric import EmulatedMemory, SymmetricMemory, TorchSymmetricMemory, emulated_memories
+from moe_layer.comm.validation import check_combine, check_dispatch, check_partial_dtype
+from moe_layer.errors import CapacityError, CommunicationError, ConfigError
+from moe_layer.kernel_cache import device_arch, get_kernel
+
+# Scalars of the launch functions, a letter each (kernel_cache.get_kernel).
+FENCE_DISPATCH, FENCE_COMBINE = "lll" + "llllll" + "llll" + "iiiuui", "lllll" + "iiiui"
+SENTINEL_DISPATCH, SENTINEL_COMBINE = "lll" + "llllll" + "llll" + "lllll" + "iiiiuui", "lllll" + "llli" + "iiiui"
+
+
+class OneSidedChannel(Channel):
+    """Symmetric memory and step state of one group on one GPU.
+
+    Args:
+        group: ranks that can map each other's memory; None only with ``memories`` (emulation).
+        protocol: ``"fence"``, ``"sentinel"`` or ``"auto"`` (Sentinel up to the measured crossover, then Fence).
+        device: this rank's GPU; default the current one.
+        sentinel_tokens_per_rank: the largest T̂ that Sentinel's landing slots serve; default the crossover's reach under
+            ``auto``, ``max_tokens_per_rank`` under ``sentinel``.
+        max_blocks: cap on a kernel's blocks; default what the GPU holds at once. Emulated ranks share a GPU and need less.
+        emulation: instead of a group, the ranks that live in this process (:func:`emulated_channels`).
+        ep_rank: with ``emulation``, this rank's place in it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        protocol: str = "auto",
+        max_tokens_per_rank: int = 4096,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        device: torch.device | str | None = None,
+        sentinel_tokens_per_rank: int | None = None,
+        max_blocks: int | None = None,
+        emulation: Emulation | None = None,
+        ep_rank: int = 0,
+    ) -> None:
+        super().__init__(group, max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
+        if group is None:
+            if emulation is None:
+                raise ConfigError("a one-sided channel needs a group, or an emulation of several ranks in one process")
+            self.ep_rank, self.ep_size = ep_rank, len(emulation.devices)
+        self.protocol = protocol
+        self.device = torch.device(device if device is not None else f"cuda:{torch.cuda.current_device()}")
+        self.arch = device_arch(self.device)
+        self.max_blocks = max_blocks
+        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._emulation = emulation
+        self.comms: list[OneSidedComm] = []
+        self._sentinel_tokens = sentinel_tokens_per_rank
+        self.capacity: Capacity | None = None
+        self.layout: WorkspaceLayout | None = None
+        self.memory: SymmetricMemory | None = None
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+        self._record_words = self._record.numpy()
+
+    def communicator(self, placement: ExpertPlacement, hidden_size: int) -> OneSidedComm:
+        self.check_layer(placement, hidden_size)
+        comm = OneSidedComm(self, placement, hidden_size)
+        self.comms.append(comm)
+        return comm
+
+    def same_layer(self, comm: OneSidedComm) -> list[OneSidedComm]:
+        """The communicators of ``comm``'s layer in this process: itself, or with emulated ranks one a rank."""
+        if self._emulation is None:
+            return [comm]
+        index = self.comms.index(comm)
+        return [channel.comms[index] for channel in self._emulation.channels]
+
+    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, combine_bytes: int) -> None:
+        """Make room for steps of these row lengths; takes effect, collectively, before the next dispatch."""
+        if self.protocol == "fence":
+            sentinel = 0
+        elif self._sentinel_tokens is not None:
+            sentinel = min(self._sentinel_tokens, self.max_tokens_per_rank)
+        elif self.protocol == "sentinel":
+            sentinel = self.max_tokens_per_rank
+        else:
+            sentinel = min(
+                self.max_tokens_per_rank,
+                sentinel_limit(self.ep_size, hidden_bytes + scale_bytes + combine_bytes, top_k),
+            )
+        wanted = Capacity(
+            self.ep_size, self.max_tokens_per_rank, max(1, sentinel), hidden_bytes, scale_bytes, top_k, combine_bytes
+        )
+        self.capacity = wanted if self.capacity is None else self.capacity.union(wanted)
+
+    def prepare(self) -> None:
+        """Allocate what was reserved. Collective; does nothing where the allocation suffices."""
+        if self.capacity is None:
+            raise CommunicationError("prepare() before any layer reserved a capacity")
+        if self.layout is not None and self.layout.capacity.covers(self.capacity):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise CapacityError("the workspace must grow for this layer: run it once before capturing a CUDA graph")
+        self.check()
+        layout = WorkspaceLayout(self.capacity)
+        torch.cuda.synchronize(self.device)
+        memory: SymmetricMemory
+        if self._emulation is not None:
+            memory = self._emulation.memory(layout.total_bytes, self.ep_rank)
+        else:
+            assert self.group is not None
+            memory = TorchSymmetricMemory(layout.total_bytes, self.group, self.device)
+        start, length = layout.sentinel_region
+        memory.local[: layout.offsets["dispatch"]].zero_()
+        memory.local[start : start + length].fill_(0xFF)
+        state = memory.local[:STATE_BYTES].view(torch.int64)
+        state[STATE_TIMEOUT // 8] = int(self.timeout_s * 1e9)
+        state[STATE_RECORD // 8] = self._record.data_ptr()
+        torch.cuda.synchronize(self.device)
+        self.memory, self.layout = memory, layout
+        self.barrier()
+
+    def barrier(self) -> None:
+        """All ranks have come this far on the host (no-op for emulated ranks, which one thread drives)."""
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change the time-out of every later wait, those of captured graphs too."""
+        if not seconds > 0:
+            raise ConfigError(f"timeout_s must be positive, got {seconds}")
+        self.timeout_s = seconds
+        if self.memory is not None:
+            self.memory.local[:STATE_BYTES].view(torch.int64)[STATE_TIMEOUT // 8] = int(seconds * 1e9)
+
+    def raise_reported(self) -> None:
+        """Raise what a kernel has reported so far; does not synchronize."""
+        if self._record_words[0] != ErrorCode.OK:
+            assert self.memory is not None
+            torch.cuda.synchronize(self.device)
+            at = SyncOffsets(self.ep_size).parameters
+            parameters = self.memory.local[at : at + 32 * self.ep_size].view(torch.int32).view(self.ep_size, 8).tolist()
+            error = explain(self._record_words.tolist(), self.ep_rank, self.timeout_s, parameters)
+            self.failure = str(error)
+            self.in_flight = None
+            raise error
+
+    def check(self) -> None:
+        """Synchronize, then raise what any kernel so far has reported."""
+        torch.cuda.synchronize(self.device)
+        self.raise_reported()
+
+    def destroy(self) -> None:
+        if not self.destroyed and self.memory is not None:
+            torch.cuda.synchronize(self.device)
+            if self.failure is None:
+                self.barrier()
+            self.memory = None
+        super().destroy()
+
+
+@dataclass
+class _Step:
+    """What combine must know of its dispatch."""
+
+    tokens: int
+    t_hat: int
+    sentinel: bool
+
+
+class OneSidedComm(ExpertParallelComm):
+    """:class:`ExpertParallelComm` by Fence or Sentinel."""
+
+    protocol: ClassVar[str] = "one-sided"
+    channel: OneSidedChannel
+
+    def __init__(self, channel: OneSidedChannel, placement: ExpertPlacement, hidden_size: int) -> None:
+        super().__init__(channel, placement, hidden_size)
+        contiguous = ExpertPlacement.contiguous(placement.num_experts, placement.ep_size)
+        self._contiguous = placement == contiguous
+        self._table = placement.rank_table(channel.device)
+        self._placement_hash = zlib.crc32(repr(placement.rank_of).encode())
+        self._known: dict[Any, Any] = {}
+        self._step: _Step | None = None
+
+    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:
+        """Announce the largest rows this layer will send, so that the first allocation already fits it."""
+        self.channel.reserve(align(hidden_bytes), align(scale_bytes), top_k, align(self.hidden_size * element_bytes))
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        hidden_states_scale: torch.Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
+    ) -> DispatchResult:
+        channel = self.channel
+        channel.raise_reported()
+        channel.begin(self)
+        try:
+            check_dispatch(self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale)
+            tokens, top_k = topk_ids.shape
+            t_hat = channel.tokens_per_rank(tokens, runtime_max_tokens_per_rank)
+            hidden, hidden_bytes = _aligned_rows(hidden_states)
+            scale, scale_bytes = _aligned_rows(hidden_states_scale)
+            key = (hidden_bytes, scale_bytes, top_k, topk_weights is not None, topk_ids.element_size())
+            launch = self._known.get(key) or self._prepare(key)
+            sentinel = launch.sentinel_limit >= t_hat
+            result = self._result(t_hat, hidden_states, hidden_states_scale, top_k, topk_weights is not None)
+            launch.run(sentinel, hidden, scale, topk_ids, topk_weights, tokens, t_hat)
+            self._step = _Step(tokens, t_hat, sentinel)
+        except BaseException:
+            channel.end()
+            raise
+        channel.step += 1
+        return result
+
+    def _prepare(self, key: tuple[int, int, int, bool, int]) -> _Launcher:
+        """First use of these widths: allocate, compile and load every kernel, and let the peers do so too.
+
+        Emulated ranks are prepared together, because one thread drives them all and none may be spinning meanwhile.
+        """
+        layer = self.channel.same_layer(self)
+        for comm in layer:
+            if not comm._known:
+                comm.reserve(key[0], key[1], key[2])
+        for comm in layer:
+            comm.channel.prepare()
+        for comm in layer:
+            comm._known[key] = _Launcher(comm, key)
+        self.channel.barrier()
+        return self._known[key]  # type: ignore[no-any-return]
+
+    def _result(
+        self, t_hat: int, hidden: torch.Tensor, scale: torch.Tensor | None, top_k: int, has_weights: bool
+    ) -> DispatchResult:
+        """Views of the dispatch workspace; the same objects for the same step shape."""
+        key = (
+            t_hat,
+            row_shape(hidden),
+            hidden.dtype,
+            scale is not None and (row_shape(scale), scale.dtype),
+            top_k,
+            has_weights,
+        )
+        found = self._known.get(key)
+        if found is None:
+            assert self.channel.layout is not None
+            slots = self.ep_size * t_hat
+            scale_bytes = 0 if scale is None else row_bytes(scale)
+            to_hidden, to_scale, to_ids, to_weights = self.channel.layout.dispatch_rows(
+                slots, row_bytes(hidden), scale_bytes, top_k
+            )
+            found = self._known[key] = DispatchResult(
+                hidden_states=self._rows(to_hidden, slots, row_shape(hidden), hidden.dtype),
+                topk_ids=self._rows(to_ids, slots, (top_k,), torch.int32, padded=False),
+                topk_weights=self._rows(to_weights, slots, (top_k,), torch.float32, padded=False)
+                if has_weights
+                else None,
+                tokens_per_rank=t_hat,
+                hidden_states_scale=None
+                if scale is None
+                else self._rows(to_scale, slots, row_shape(scale), scale.dtype),
+            )
+        return found
+
+    def _rows(
+        self, offset: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype, *, padded: bool = True
+    ) -> torch.Tensor:
+        """``[rows, *shape]`` of the local allocation at ``offset``; rows start 16-byte aligned where ``padded``."""
+        assert self.channel.memory is not None
+        count = torch.Size(shape).numel()
+        length = count * dtype.itemsize
+        stride = align(length) if padded else length
+        flat = self.channel.memory.local[offset : offset + rows * stride].view(rows, stride)[:, :length].view(dtype)
+        return flat.unflatten(1, shape) if len(shape) != 1 else flat
+
+    def get_combine_input_buffer(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        self.channel.check_in_flight(self, "get_combine_input_buffer")
+        check_partial_dtype(self.ep_rank, "the combine input buffer", dtype)
+        assert self._step is not None and self.channel.layout is not None
+        slots = self.ep_size * self._step.t_hat
+        key = ("combine", slots, dtype)
+        found = self._known.get(key)
+        if found is None:
+            length = self.hidden_size * dtype.itemsize
+            if align(length) > self.channel.layout.capacity.combine_bytes:
+                raise CapacityError(
+                    f"rank {self.ep_rank}: partial results of {length} bytes a row, but the workspace was sized for "
+                    f"{self.channel.layout.capacity.combine_bytes}; call reserve(element_bytes=4) before the first dispatch"
+                )
+            found = self._rows(self.channel.layout.offsets["combine"], slots, (self.hidden_size,), dtype)
+            self._known[key] = found
+        return found
+
+    def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
+        channel = self.channel
+        channel.check_in_flight(self, "combine")
+        channel.raise_reported()
+        step = self._step
+        assert step is not None
+        try:
+            dtype = expert_output.dtype
+            buffer = self.get_combine_input_buffer(dtype)
+            if expert_output.data_ptr() != buffer.data_ptr() or expert_output.shape != buffer.shape:
+                check_combine(
+                    self.ep_rank, expert_output, output, num_slots=self.ep_size * step.t_hat, num_tokens=step.tokens,
+                    hidden_size=self.hidden_size, device=channel.device,
+                )  # fmt: skip
+                buffer.copy_(expert_output)
+            else:
+                check_combine(
+                    self.ep_rank, buffer if buffer.is_contiguous() else buffer.contiguous(), output,
+                    num_slots=self.ep_size * step.t_hat, num_tokens=step.tokens, hidden_size=self.hidden_size,
+                    device=channel.device,
+                )  # fmt: skip
+            if output is None:
+                output = torch.empty(step.tokens, self.hidden_size, dtype=dtype, device=channel.device)
+            self._run_combine(step, dtype, output)
+        finally:
+            channel.end()
+        return output
+
+    def _run_combine(self, step: _Step, dtype: torch.dtype, output: torch.Tensor) -> None:
+        channel = self.channel
+        assert channel.layout is not None and channel.memory is not None
+        wire_dtype = output.dtype if output.dtype in (torch.bfloat16, torch.float32) else torch.float32
+        combine_bytes = align(self.hidden_size * dtype.itemsize)
+        width = combine_bytes // dtype.itemsize
+        direct = output if width == self.hidden_size and _is_direct(output, wire_dtype) else None
+        if direct is None:
+            direct = torch.empty(step.tokens, width, dtype=wire_dtype, device=channel.device)
+        spec = CombineSpec(self.ep_size, combine_bytes, dtype.itemsize, wire_dtype.itemsize)
+        key = ("combine launch", spec)
+        kernels = self._known.get(key)
+        if kernels is None:
+            kernels = self._known[key] = compile_combine(spec, channel.arch)
+        layout, memory = channel.layout, channel.memory
+        code = (dtype.itemsize << 24) | spec.combine_bytes
+        scalars = [
+            memory.local.data_ptr(), memory.peers.data_ptr(), layout.offsets["combine"], direct.data_ptr(),
+            direct.stride(0) * direct.element_size(),
+        ]  # fmt: skip
+        slots = max(1, step.t_hat if step.sentinel else step.tokens)
+        grid = channel_grid(channel, slots, spec.blocks_per_sm)
+        if step.sentinel:
+            scalars += [
+                layout.offsets["present"], layout.offsets["partials"], layout.partial_stride,
+                layout.capacity.sentinel_tokens_per_rank,
+            ]  # fmt: skip
+        kernels[step.sentinel](memory.local, *scalars, self.ep_rank, step.tokens, step.t_hat, code, grid)
+        if direct is not output:
+            output.copy_(direct[:, : self.hidden_size])
+
+
+class _Launcher:
+    """Everything of a dispatch that stays the same from step to step."""
+
+    def __init__(self, comm: OneSidedComm, key: tuple[int, int, int, bool, int]) -> None:
+        hidden_bytes, scale_bytes, top_k, has_weights, id_bytes = key
+        channel = comm.channel
+        assert channel.layout is not None and channel.memory is not None
+        capacity = channel.layout.capacity
+        if hidden_bytes > capacity.hidden_bytes or scale_bytes > capacity.scale_bytes or top_k > capacity.top_k:
+            raise CapacityError(
+                f"rank {comm.ep_rank}: rows of {hidden_bytes} + {scale_bytes} bytes with top_k={top_k}, but the workspace "
+                f"was sized for {capacity.hidden_bytes} + {capacity.scale_bytes} with top_k={capacity.top_k}; reserve() "
+                "the largest layer first"
+            )
+        spec = DispatchSpec(
+            comm.ep_size, top_k, comm.placement.num_experts, comm._contiguous, hidden_bytes, scale_bytes, has_weights,
+            id_bytes,
+        )  # fmt: skip
+        self.comm, self.spec = comm, spec
+        self.kernels = compile_dispatch(spec, channel.arch)
+        combines = [
+            compile_combine(
+                CombineSpec(comm.ep_size, align(comm.hidden_size * element_bytes), element_bytes, output_bytes),
+                channel.arch,
+            )
+            for element_bytes in (2, 4)
+            for output_bytes in (2, 4)
+        ]
+        self._load(combines)
+        if channel.protocol == "fence":
+            self.sentinel_limit = -1
+        elif channel.protocol == "sentinel":
+            self.sentinel_limit = capacity.sentinel_tokens_per_rank
+        else:
+            row = spec.hidden_bytes + spec.scale_bytes + align(comm.hidden_size * 2)
+            self.sentinel_limit = min(capacity.sentinel_tokens_per_rank, sentinel_limit(comm.ep_size, row, spec.top_k))
+
+    def _load(self, combines: list[dict[bool, Callable[..., None]]]) -> None:
+        """Run every kernel once on a workspace of its own whose error word is set, so that it does nothing.
+
+        CUDA loads a kernel at its first launch, which can wait for the GPU to go idle; a peer that spins would wait too.
+        """
+        device = self.comm.channel.device
+        dummy = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+        dummy[STATE_ERROR] = 1
+        here = dummy.data_ptr()
+        peers = torch.full((self.comm.ep_size,), here, dtype=torch.int64, device=device)
+        base = [here, peers.data_ptr()]
+        far = 1 << 19
+        for sentinel, kernel in self.kernels.items():
+            slots = [far] * 4 + [0, 1] if sentinel else []
+            kernel(dummy, *base, here, *[here] * 4, 0, 0, *[far] * 4, *slots, 0, 0, 0, 0, 0, 1)
+        for kernels in combines:
+            for sentinel, kernel in kernels.items():
+                slots = [far, far, 0, 1] if sentinel else []
+                kernel(dummy, *base, far, here, 0, *slots, 0, 0, 0, 0, 1)
+        torch.cuda.synchronize(device)
+
+    def run(
+        self, sentinel: bool, hidden: torch.Tensor, scale: torch.Tensor | None, ids: torch.Tensor,
+        weights: torch.Tensor | None, tokens: int, t_hat: int,
+    ) -> None:  # fmt: skip
+        comm, spec = self.comm, self.spec
+        channel = comm.channel
+        layout, memory = channel.layout, channel.memory
+        assert layout is not None and memory is not None
+        if channel.protocol == "sentinel" and not sentinel:
+            raise CapacityError(
+                f"rank {comm.ep_rank}: runtime_max_tokens_per_rank is {t_hat}, but Sentinel's slots were sized for "
+                f"{self.sentinel_limit} (sentinel_tokens_per_rank)"
+            )
+        rows = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes, spec.top_k)
+        told = (sentinel, t_hat, spec.hidden_bytes, spec.scale_bytes, spec.top_k, spec.num_experts, spec.has_weights)
+        own_hash = zlib.crc32(repr((*told, comm._placement_hash)).encode())
+        scalars = [
+            memory.local.data_ptr(), memory.peers.data_ptr(), comm._table.data_ptr(),
+            hidden.data_ptr(), scale.data_ptr() if scale is not None else 0, ids.data_ptr(),
+            weights.data_ptr() if weights is not None else 0, hidden.stride(0),
+            scale.stride(0) if scale is not None else 0, *rows,
+        ]  # fmt: skip
+        if sentinel:
+            scalars += [
+                layout.offsets["present"], layout.offsets["meta"], layout.offsets["landing"], layout.offsets["escape"],
+                layout.landing_stride, layout.capacity.sentinel_tokens_per_rank,
+            ]  # fmt: skip
+        grid = channel_grid(channel, max(1, t_hat if sentinel else tokens), spec.blocks_per_sm)
+        self.kernels[sentinel](
+            memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, grid
+        )  # fmt: skip
+
+
+def channel_grid(channel: OneSidedChannel, slots: int, blocks_per_sm: int) -> int:
+    """Blocks for ``slots`` slots: no more than are resident at once, since blocks wait for one another's peers."""
+    return min(slots, channel.max_blocks or channel.num_sms * blocks_per_sm)
+
+
+def compile_dispatch(spec: DispatchSpec, arch: str) -> dict[bool, Callable[..., None]]:
+    """Both protocols' dispatch kernels, by "is it Sentinel?"."""
+    from moe_layer.comm.fence import fence_dispatch
+    from moe_layer.comm.sentinel import sentinel_dispatch
+
+    return {
+        False: get_kernel(fence_dispatch, spec, FENCE_DISPATCH, arch),
+        True: get_kernel(sentinel_dispatch, spec, SENTINEL_DISPATCH, arch),
+    }
+
+
+def compile_combine(spec: CombineSpec, arch: str) -> dict[bool, Callable[..., None]]:
+    """Both protocols' combine kernels, by "is it Sentinel?"."""
+    from moe_layer.comm.fence import fence_combine
+    from moe_layer.comm.sentinel import sentinel_combine
+
+    return {
+        False: get_kernel(fence_combine, spec, FENCE_COMBINE, arch),
+        True: get_kernel(sentinel_combine, spec, SENTINEL_COMBINE, arch),
+    }
+
+
+def _aligned_rows(tensor: torch.Tensor | None) -> tuple[Any, int]:
+    """Byte rows whose starts and lengths are multiples of 16, padded with zeros where the caller's are not."""
+    if tensor is None:
+        return None, 0
+    rows = as_byte_rows(tensor)
+    length = rows.shape[1]
+    wanted = align(length)
+    if length != wanted:
+        rows = torch.nn.functional.pad(rows, (0, wanted - length))
+    elif rows.data_ptr() % 16:
+        rows = rows.clone()
+    return rows, wanted
+
+
+def _is_direct(output: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a combine kernel may store 16-byte vectors straight into ``output``."""
+    return (
+        output.dtype == dtype
+        and output.stride(1) == 1
+        and (output.stride(0) * dtype.itemsize) % 16 == 0
+        and output.data_ptr() % 16 == 0
+    )
+
+
+class Emulation:
+    """All ranks of a group in this process, rank r on ``devices[r]``; devices may repeat."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.devices = devices
+        self.channels: list[OneSidedChannel] = []
+        self._memories: dict[int, list[EmulatedMemory]] = {}
+
+    def memory(self, nbytes: int, rank: int) -> SymmetricMemory:
+        """Rank ``rank``'s part of the one allocation of ``nbytes`` a rank."""
+        if nbytes not in self._memories:
+            self._memories = {nbytes: emulated_memories(nbytes, self.devices)}
+        return self._memories[nbytes][rank]
+
+
+def emulated_channels(
+    devices: list[torch.device], *, max_blocks: int | None = None, **options: Any
+) -> list[OneSidedChannel]:
+    """Channels of ``len(devices)`` ranks in this process, for tests and demos; ``options`` as for a channel.
+
+    Drive every rank on a stream of its own. Ranks that share a GPU must all be resident at once, so there ``max_blocks``
+    defaults to an equal share of one block a multiprocessor.
+    """
+    emulation = Emulation(devices)
+    per_gpu = max(devices.count(d) for d in devices)
+    if max_blocks is None and per_gpu > 1:
+        max_blocks = max(1, torch.cuda.get_device_properties(devices[0]).multi_processor_count // per_gpu)
+    for r, d in enumerate(devices):
+        emulation.channels.append(
+            OneSidedChannel(None, device=d, max_blocks=max_blocks, emulation=emulation, ep_rank=r, **options)
+        )
+    return emulation.channels

@@ -1,0 +1,397 @@
+"""Sentinel: the data are their own flags; no fence, no handshake (paper §4.2, Algorithm 2).
+
+Dispatch. Block b serves slots b, b + grid, … < T̂ (grid order is push order, so the lowest unfinished slot of any rank
+always has every peer's token on its way). Per slot i, warps and what they wait for:
+
+    every warp      finds the target ranks of token i itself (lane j: selection j; a warp-wide OR), no barrier
+    payload warps   push a 16-byte vector a thread and chunk into landing slot i of each target rank; the own rank's copy
+                    goes straight to its dispatch workspace
+    one barrier     ORs "some word equals the sentinel" over the block
+    routing warp    then pushes header, ids and weights to the target ranks, and a bare header to the others
+    every warp      takes a first look at all sources' headers and its own vectors in one batch of loads, then polls
+                    source by source, copies what arrived to the dispatch workspace and resets it to the sentinel
+    one barrier     before the headers, which every warp reads, are reset
+
+A payload may hold any bit pattern, the sentinel's too (0xFFFFFFFF): the producer flips the lowest bit of such a word,
+says so in the slot's header, and each of its threads writes a 4-bit mask beside its vector, which the consumer applies.
+Nothing is added to the wire, and nothing is waited for, unless such a word occurs.
+
+Combine. Block of slot i: pushes the partial results of slot i to the sources that sent a token there, then polls the
+partial results of its own token i, resets them and adds in ascending rank order in FP32. BF16 and FP32 partial results
+need no escape: the sentinel is a NaN, which the producer replaces by another NaN. Block 0's routing warp also posts the
+combine flag that a later Fence step waits for.
+
+Shared memory: 1 word. Invariants: docs/protocols.md.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+
+from moe_layer.comm import device as dev
+from moe_layer.comm.layout import META_STRIDE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
+from moe_layer.comm.routing import announce, destination_bits, load_expert, payload_source, sum_partials
+from moe_layer.comm.spec import WARP
+from moe_layer.comm.status import ErrorCode, Phase
+
+# Header: bit 31 clear (never the sentinel), bit 30 a token follows, bit 29 some payload word was escaped, rest the
+# low 29 bits of the step's parameter hash.
+PRESENT, ESCAPED, HASH = 1 << 30, 1 << 29, (1 << 29) - 1
+# A meta slot's words: header, weight escapes (two half words, so that neither can equal the sentinel), then from word 4
+# top_k ids plus one, then top_k weights.
+META_ESCAPES, META_IDS = 4, 16
+
+
+@cute.kernel
+def sentinel_dispatch_kernel(
+    spec: cutlass.Constexpr,
+    ws: Int64, peers: Int64, table: Int64,
+    hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
+    to_hidden: Int64, to_scale: Int64, to_ids: Int64, to_weights: Int64,
+    present: Int64, meta: Int64, landing: Int64, escape: Int64, landing_stride: Int64,
+    capacity: Int32, rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32,
+):  # fmt: skip
+    tid = cute.arch.thread_idx()[0]
+    block = cute.arch.block_idx()[0]
+    grid = cute.arch.grid_dim()[0]
+    warp = cute.arch.make_warp_uniform(tid // WARP)
+    lane = tid % WARP
+    p = spec.ep_size
+    sync = SyncOffsets(p)
+    payload_threads = spec.payload_warps * WARP
+    routing = warp == Int32(spec.payload_warps)
+    phase = Uint32(Phase.SENTINEL_DISPATCH)
+
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    step_before, _, error, _ = dev.load_vector(ws)
+    step = step_before + Uint32(1)
+    # Two banks of meta slots: a rank that nothing is sent to may be a step behind when the next ids arrive.
+    bank = meta + Int64(step & Uint32(1)) * (Int64(p * META_STRIDE) * Int64(capacity))
+    alive = error == Uint32(0)
+
+    if routing and block == Int32(0):
+        announce(spec, ws, peers, rank, step, own_hash, placement, t_hat, lane)
+        if lane == Int32(0):
+            dev.store_u32(ws + STATE_STEP_COMBINE, step)
+
+    # T̂ = 0 still exchanges one empty slot, so that every step synchronizes.
+    slots = t_hat if t_hat > Int32(0) else Int32(1)
+    for i in range(block, slots, grid):
+        # --- push ---------------------------------------------------------------------------------------------------
+        token = i if i < num_tokens else Int32(0)
+        own_token = i < num_tokens
+        vectors = []
+        for c in range_constexpr(spec.chunks):
+            v = tid + c * payload_threads
+            at = payload_source(spec, v, token, hidden, scale, hidden_stride, scale_stride)
+            vectors.append(dev.load_vector(at if own_token else ws))
+        expert = Int32(-1)
+        if own_token and lane < Int32(spec.top_k):
+            expert = load_expert(spec, ids, i * spec.top_k + lane)
+        target = dev.expert_rank(expert, spec.num_experts, p, table, spec.contiguous)
+        if target < Int32(0):
+            expert = Int32(-1)
+        words = [destination_bits(target, w) for w in range(-(-p // WARP))]
+        sends = []
+        for r in range_constexpr(p):
+            sends.append((words[r // WARP] >> Uint32(r % WARP)) & Uint32(1))
+
+        masks = []
+        any_escape = Uint32(0)
+        for c in range_constexpr(spec.chunks):
+            v = tid + c * payload_threads
+            mask = Uint32(0)
+            if not routing and v < Int32(spec.vectors):
+                mask = dev.sentinel_mask(*vectors[c])
+            masks.append(mask)
+            any_escape = any_escape | mask
+        if not routing and alive:
+            for c in range_constexpr(spec.chunks):
+                v = tid + c * payload_threads
+                if v < Int32(spec.vectors):
+                    for r in range_constexpr(p):
+                        if sends[r] != Uint32(0):
+                            if rank == Int32(r):
+                                dev.store_vector(
+                                    row_address(spec, v, ws, to_hidden, to_scale, Int64(r * t_hat + i)), vectors[c]
+                                )
+                            else:
+                                slot = Int64(rank) * Int64(capacity) + Int64(i)
+                                dev.store_vector_sys(
+                                    dev.load_i64(peers + r * 8) + landing + slot * landing_stride + Int64(v) * 16,
+                                    dev.flip_masked(masks[c], *vectors[c]),
+                                )
+        escaped = dev.block_or(any_escape)
+        if not routing and escaped != Uint32(0) and alive:
+            for c in range_constexpr(spec.chunks):
+                v = tid + c * payload_threads
+                if v < Int32(spec.vectors):
+                    for r in range_constexpr(p):
+                        if sends[r] != Uint32(0) and rank != Int32(r):
+                            slot = Int64(rank) * Int64(capacity) + Int64(i)
+                            at = dev.load_i64(peers + r * 8) + escape + (slot * landing_stride + Int64(v) * 16) // 4
+                            dev.store_u32_sys(at, masks[c])
+        if routing and alive:
+            weight = Uint32(0)
+            if const_expr(spec.has_weights):
+                if own_token and lane < Int32(spec.top_k):
+                    weight = dev.load_u32(weights + Int64(i * spec.top_k + lane) * 4)
+            weight_escapes = cute.arch.vote_ballot_sync(weight == Uint32(dev.SENTINEL))
+            sent_weight = dev.select(weight == Uint32(dev.SENTINEL), Uint32(dev.SENTINEL ^ 1), weight)
+            header = own_hash & Uint32(HASH)
+            full = header | Uint32(PRESENT)
+            if escaped != Uint32(0):
+                full = full | Uint32(ESCAPED)
+            for r in range_constexpr(p):
+                if rank != Int32(r):
+                    to = dev.load_i64(peers + r * 8) + bank + (Int64(rank) * Int64(capacity) + Int64(i)) * META_STRIDE
+                    if sends[r] != Uint32(0):
+                        if lane < Int32(spec.top_k):
+                            dev.store_u32_sys(to + META_IDS + Int64(lane) * 4, Uint32(expert + 1))
+                            if const_expr(spec.has_weights):
+                                dev.store_u32_sys(to + META_IDS + Int64(lane + spec.top_k) * 4, sent_weight)
+                        if const_expr(spec.has_weights):
+                            if lane == Int32(0):
+                                dev.store_u32_sys(to + META_ESCAPES, weight_escapes & Uint32(0xFFFF))
+                                dev.store_u32_sys(to + META_ESCAPES + 4, weight_escapes >> Uint32(16))
+                    if lane == Int32(0):
+                        dev.store_u32_sys(to, full if sends[r] != Uint32(0) else header)
+                else:
+                    row = Int64(r * t_hat + i)
+                    if lane < Int32(spec.top_k) and i < t_hat:
+                        own = sends[r] != Uint32(0)
+                        dev.store_u32(
+                            ws + to_ids + (row * spec.top_k + Int64(lane)) * 4, Uint32(expert if own else Int32(-1))
+                        )
+                        if const_expr(spec.has_weights):
+                            dev.store_u32(ws + to_weights + (row * spec.top_k + Int64(lane)) * 4, weight)
+            for w in range_constexpr(-(-p // WARP)):
+                r = lane + w * WARP
+                if r < Int32(p) and own_token:
+                    slot = i if (words[w] >> Uint32(lane)) & Uint32(1) != Uint32(0) else Int32(-1)
+                    dev.store_u32(ws + sync.end + Int64(i * p + r) * 4, Uint32(slot))
+
+        # --- receive: a first look at everything, then source by source ---------------------------------------------------
+        headers = []
+        looks = []
+        for r in range_constexpr(p):
+            slot = Int64(r) * Int64(capacity) + Int64(i)
+            headers.append(dev.load_u32_sys(ws + bank + slot * META_STRIDE))
+            of_source = []
+            for c in range_constexpr(spec.chunks):
+                v = tid + c * payload_threads
+                of_source.append(dev.load_vector_sys(ws + landing + slot * landing_stride + Int64(v) * 16
+                                               if v < Int32(spec.vectors) else ws))  # fmt: skip
+            looks.append(of_source)
+        for r in range_constexpr(p):
+            if rank != Int32(r):
+                slot = Int64(r) * Int64(capacity) + Int64(i)
+                told = ws + sync.announcements + r * 8
+                header = headers[r]
+                if alive:
+                    header = dev.poll_word(
+                        header, ws + bank + slot * META_STRIDE, told, ws, phase, Uint32(r), step, own_hash
+                    )
+                    if header == Uint32(dev.SENTINEL):
+                        header = Uint32(0)
+                    elif (header ^ own_hash) & Uint32(HASH) != Uint32(0):
+                        dev.record_error(ws, Uint32(ErrorCode.MISMATCH), phase, Uint32(r), step, header & Uint32(HASH))
+                        header = Uint32(0)
+                else:
+                    header = Uint32(0)
+                arrives = header & Uint32(PRESENT) != Uint32(0)
+                row = Int64(r * t_hat + i)
+                if routing:
+                    receive_routing(
+                        spec, ws, bank + slot * META_STRIDE, told, to_ids, to_weights, row, phase, Uint32(r), step, own_hash,
+                        lane, arrives, i < t_hat,
+                    )  # fmt: skip
+                    if lane == Int32(0):
+                        dev.store_u32(ws + present + Int64(r * capacity + i) * 4, header)
+                elif arrives:
+                    for c in range_constexpr(spec.chunks):
+                        v = tid + c * payload_threads
+                        if v < Int32(spec.vectors):
+                            at = ws + landing + slot * landing_stride + Int64(v) * 16
+                            a, b, d, e = dev.poll_vector(*looks[r][c], at, told, ws, phase, Uint32(r), step, own_hash)
+                            if header & Uint32(ESCAPED) != Uint32(0):
+                                word = ws + escape + (slot * landing_stride + Int64(v) * 16) // 4
+                                mask = dev.poll_word(
+                                    dev.load_u32_sys(word), word, told, ws, phase, Uint32(r), step, own_hash
+                                )
+                                dev.store_u32(word, Uint32(dev.SENTINEL))
+                                a, b, d, e = dev.flip_masked(mask, a, b, d, e)
+                            dev.store_vector(row_address(spec, v, ws, to_hidden, to_scale, row), (a, b, d, e))
+                            s = Uint32(dev.SENTINEL)
+                            dev.store_vector(at, (s, s, s, s))
+        cute.arch.sync_threads()
+        if routing and alive:
+            for r in range(lane, p, WARP):
+                slot = Int64(r) * Int64(capacity) + Int64(i)
+                if rank != Int32(r):
+                    dev.store_u32(ws + bank + slot * META_STRIDE, Uint32(dev.SENTINEL))
+                else:
+                    sent_here = (words[0] >> Uint32(lane)) & Uint32(1)
+                    for w in range_constexpr(1, -(-p // WARP)):
+                        if r >= Int32(w * WARP):
+                            sent_here = (words[w] >> Uint32(lane)) & Uint32(1)
+                    dev.store_u32(ws + present + Int64(r * capacity + i) * 4, sent_here * Uint32(PRESENT))
+
+
+@cute.jit
+def row_address(spec: cutlass.Constexpr, v: Int32, base: Int64, to_hidden: Int64, to_scale: Int64, row: Int64) -> Int64:
+    """Address of vector v of a row of the dispatch workspace at ``base``."""
+    at = base + to_hidden + row * spec.hidden_bytes + Int64(v) * 16
+    if const_expr(spec.scale_bytes > 0):
+        if v >= Int32(spec.hidden_vectors):
+            at = base + to_scale + row * spec.scale_bytes + Int64(v - spec.hidden_vectors) * 16
+    return at
+
+
+@cute.jit
+def receive_routing(
+    spec: cutlass.Constexpr, ws: Int64, slot: Int64, told: Int64, to_ids: Int64, to_weights: Int64, row: Int64,
+    phase: Uint32, r: Uint32, step: Uint32, own_hash: Uint32, lane: Int32, arrives: cutlass.Boolean, in_range: cutlass.Boolean,
+):  # fmt: skip
+    """The routing warp's part of a slot: poll, copy out and reset ids and weights, or mark the slot empty."""
+    expert = Uint32(0)
+    s = Uint32(dev.SENTINEL)
+    if arrives:
+        if lane < Int32(spec.top_k):
+            at = ws + slot + META_IDS + Int64(lane) * 4
+            expert = dev.poll_word(dev.load_u32_sys(at), at, told, ws, phase, r, step, own_hash)
+            dev.store_u32(at, s)
+            if const_expr(spec.has_weights):
+                at = at + spec.top_k * 4
+                weight = dev.poll_word(dev.load_u32_sys(at), at, told, ws, phase, r, step, own_hash)
+                half = ws + slot + META_ESCAPES + Int64(lane // 16) * 4
+                escapes = dev.poll_word(dev.load_u32_sys(half), half, told, ws, phase, r, step, own_hash)
+                if (escapes >> Uint32(lane % 16)) & Uint32(1) != Uint32(0):
+                    weight = weight ^ Uint32(1)
+                dev.store_u32(at, s)
+                dev.store_u32(ws + to_weights + (row * spec.top_k + Int64(lane)) * 4, weight)
+        if const_expr(spec.has_weights):
+            cute.arch.sync_warp()
+            if lane < Int32(2):
+                # With top_k ≤ 16 no lane above has waited for the upper half.
+                half = ws + slot + META_ESCAPES + Int64(lane) * 4
+                dev.poll_word(dev.load_u32_sys(half), half, told, ws, phase, r, step, own_hash)
+                dev.store_u32(half, s)
+    if lane < Int32(spec.top_k) and in_range:
+        dev.store_u32(ws + to_ids + (row * spec.top_k + Int64(lane)) * 4, expert - Uint32(1))
+
+
+@cute.jit
+def sentinel_dispatch(
+    spec: cutlass.Constexpr,
+    anchor: cute.Tensor,
+    ws: Int64, peers: Int64, table: Int64,
+    hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
+    to_hidden: Int64, to_scale: Int64, to_ids: Int64, to_weights: Int64,
+    present: Int64, meta: Int64, landing: Int64, escape: Int64, landing_stride: Int64,
+    capacity: Int32, rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32, grid: Int32,
+    stream: cuda.CUstream,
+):  # fmt: skip
+    """Launch :func:`sentinel_dispatch_kernel` on ``anchor``'s current stream."""
+    sentinel_dispatch_kernel(
+        spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
+        to_hidden, to_scale, to_ids, to_weights, present, meta, landing, escape, landing_stride,
+        capacity, rank, num_tokens, t_hat, own_hash, placement,
+    ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+
+
+@cute.kernel
+def sentinel_combine_kernel(
+    spec: cutlass.Constexpr,
+    ws: Int64, peers: Int64, from_partials: Int64, output: Int64, output_stride: Int64,
+    present: Int64, partials: Int64, partial_stride: Int64, capacity: Int32,
+    rank: Int32, num_tokens: Int32, t_hat: Int32, own_code: Uint32,
+):  # fmt: skip
+    tid = cute.arch.thread_idx()[0]
+    block = cute.arch.block_idx()[0]
+    grid = cute.arch.grid_dim()[0]
+    warp = cute.arch.make_warp_uniform(tid // WARP)
+    lane = tid % WARP
+    p = spec.ep_size
+    sync = SyncOffsets(p)
+    payload_threads = spec.payload_warps * WARP
+    phase = Uint32(Phase.SENTINEL_COMBINE)
+    s = Uint32(dev.SENTINEL)
+
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    _, step, error, _ = dev.load_vector(ws)
+    alive = error == Uint32(0)
+
+    if warp == Int32(spec.payload_warps):
+        if block == Int32(0):
+            if lane == Int32(0):
+                dev.store_u32(ws + STATE_STEP_DISPATCH, step)
+            if alive:
+                # Nobody in this step waits for it: a later Fence step does, and a peer's slow path reads the code.
+                dev.fence_sys()
+                for r in range(lane, p, WARP):
+                    peer = dev.load_i64(peers + Int64(r) * 8)
+                    dev.store_u64_sys(peer + sync.combine_flags + Int64(rank) * 8, dev.flag_word(step, own_code))
+    else:
+        for i in range(block, t_hat, grid):
+            arrived = []
+            for r in range_constexpr(p):
+                arrived.append(dev.load_u32(ws + present + Int64(r * capacity + i) * 4) & Uint32(PRESENT))
+            mine = []
+            for r in range_constexpr(p):
+                slot = Int32(-1)
+                if i < num_tokens and alive:
+                    slot = Int32(dev.load_u32(ws + sync.end + Int64(i * p + r) * 4))
+                mine.append(slot >= Int32(0))
+            for c in range_constexpr(spec.chunks):
+                v = tid + c * payload_threads
+                if v < Int32(spec.vectors):
+                    for r in range_constexpr(p):
+                        if rank != Int32(r) and arrived[r] != Uint32(0) and alive:
+                            x = dev.load_vector(
+                                ws + from_partials + Int64(r * t_hat + i) * spec.combine_bytes + Int64(v) * 16
+                            )
+                            slot_address = (
+                                dev.load_i64(peers + r * 8) + partials
+                                + (Int64(i) * p + Int64(rank)) * partial_stride + Int64(v) * 16
+                            )  # fmt: skip
+                            dev.store_vector_sys(slot_address, [dev.other_nan(w, spec.element_bytes) for w in x])
+            for c in range_constexpr(spec.chunks):
+                v = tid + c * payload_threads
+                if v < Int32(spec.vectors) and i < num_tokens:
+                    loaded = []
+                    for r in range_constexpr(p):
+                        at = ws + partials + (Int64(i) * p + Int64(r)) * partial_stride + Int64(v) * 16
+                        if rank == Int32(r):
+                            at = ws + from_partials + Int64(r * t_hat + i) * spec.combine_bytes + Int64(v) * 16
+                        loaded.append(dev.load_vector_sys(at if mine[r] else ws))
+                    for r in range_constexpr(p):
+                        a, b, d, e = loaded[r]
+                        if mine[r] and rank != Int32(r):
+                            at = ws + partials + (Int64(i) * p + Int64(r)) * partial_stride + Int64(v) * 16
+                            flag = ws + sync.combine_flags + r * 8
+                            a, b, d, e = dev.poll_vector(a, b, d, e, at, flag, ws, phase, Uint32(r), step, own_code)
+                            dev.store_vector(at, (s, s, s, s))
+                        loaded[r] = (a, b, d, e)
+                    sum_partials(spec, loaded, mine, output + Int64(i) * output_stride, v)
+
+
+@cute.jit
+def sentinel_combine(
+    spec: cutlass.Constexpr,
+    anchor: cute.Tensor,
+    ws: Int64, peers: Int64, from_partials: Int64, output: Int64, output_stride: Int64,
+    present: Int64, partials: Int64, partial_stride: Int64, capacity: Int32,
+    rank: Int32, num_tokens: Int32, t_hat: Int32, own_code: Uint32, grid: Int32,
+    stream: cuda.CUstream,
+):  # fmt: skip
+    """Launch :func:`sentinel_combine_kernel` on ``anchor``'s current stream."""
+    sentinel_combine_kernel(
+        spec, ws, peers, from_partials, output, output_stride, present, partials, partial_stride, capacity,
+        rank, num_tokens, t_hat, own_code,
+    ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip

@@ -1,0 +1,103 @@
+"""What a one-sided kernel is compiled for: everything about a step that does not change from token to token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VECTOR_BYTES = 16
+WARP = 32
+# Leaves about 40 registers a thread at two ranks and 64 at more, where a thread holds a vector a rank.
+THREADS_PER_SM = 1536
+MAX_PAYLOAD_WARPS = 31  # with the routing warp, a block's 1024 threads
+
+
+def _warps(vectors: int, limit: int) -> int:
+    """Warps that hold ``vectors`` with as few chunks as fit, then as few idle lanes as possible."""
+    chunks = -(-vectors // (limit * WARP))
+    return max(1, -(-vectors // (chunks * WARP)))
+
+
+@dataclass(frozen=True)
+class DispatchSpec:
+    """One layer's dispatch.
+
+    Attributes:
+        ep_size, top_k, num_experts: the paper's P, k, E.
+        contiguous: the default placement, computed; otherwise read from a table.
+        hidden_bytes, scale_bytes: payload row lengths, multiples of 16 (the caller pads others); 0 scale bytes for none.
+        has_weights: whether router weights travel.
+        id_bytes: 4 or 8, the width of the ids passed in.
+    """
+
+    ep_size: int
+    top_k: int
+    num_experts: int
+    contiguous: bool
+    hidden_bytes: int
+    scale_bytes: int
+    has_weights: bool
+    id_bytes: int
+
+    @property
+    def hidden_vectors(self) -> int:
+        return self.hidden_bytes // VECTOR_BYTES
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a token's payload: hidden row, then scale row."""
+        return (self.hidden_bytes + self.scale_bytes) // VECTOR_BYTES
+
+    @property
+    def payload_warps(self) -> int:
+        return _warps(self.vectors, MAX_PAYLOAD_WARPS)
+
+    @property
+    def chunks(self) -> int:
+        """Vectors a payload thread holds."""
+        return -(-self.vectors // (self.payload_warps * WARP))
+
+    @property
+    def threads(self) -> int:
+        return (self.payload_warps + 1) * WARP
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that are resident together on a multiprocessor; the compiler keeps registers within it."""
+        return max(1, THREADS_PER_SM // self.threads)
+
+
+@dataclass(frozen=True)
+class CombineSpec:
+    """One layer's combine.
+
+    Attributes:
+        combine_bytes: row length of the partial results, a multiple of 16.
+        element_bytes: 2 (BF16) or 4 (FP32) partial results.
+        output_bytes: 2 or 4, the element width of the output.
+    """
+
+    ep_size: int
+    combine_bytes: int
+    element_bytes: int
+    output_bytes: int
+
+    @property
+    def vectors(self) -> int:
+        return self.combine_bytes // VECTOR_BYTES
+
+    @property
+    def payload_warps(self) -> int:
+        return _warps(self.vectors, MAX_PAYLOAD_WARPS)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.vectors // (self.payload_warps * WARP))
+
+    @property
+    def threads(self) -> int:
+        return (self.payload_warps + 1) * WARP
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that are resident together on a multiprocessor; the compiler keeps registers within it."""
+        return max(1, THREADS_PER_SM // self.threads)
