@@ -33,7 +33,12 @@ ACTIVATION_OF = {"bf16": "bf16", "fp32": "fp32", "int4": "bf16", "mxfp4": "mxfp8
 
 
 def implied_activation_format(weight_format: str) -> str:
-    """What activations travel and are multiplied in, unless the caller says otherwise."""
+    """What activations travel and are multiplied in, unless the caller says otherwise.
+
+    Raises:
+        FormatError: an unknown format name.
+    """
+    get_format(weight_format)
     return "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
 
 
@@ -64,7 +69,7 @@ class MoELayer(nn.Module):
         allocate: False leaves expert weights without memory, for :meth:`adopt_tensors` to bring.
 
     Raises:
-        ConfigError: a layer that is not MoE, an unsupported dtype.
+        ConfigError: an unsupported dtype, an impossible placement.
         FormatError: an unknown format name.
         UnsupportedDeviceError: a device that is not there.
 
@@ -335,6 +340,8 @@ class MoELayer(nn.Module):
         """
         with self._peers_told():
             rows = self._rows("x", x, self.cfg.hidden_size)
+            if self.shared_experts is not None and not self.shared_experts.is_loaded:
+                raise CheckpointError(f"layer {self.layer}: the shared experts have no weights yet")
             input_ids, image_mask = (None if t is None else t.reshape(-1) for t in (input_ids, image_mask))
             with self._stage("route"):
                 ids, weights = self.gate(rows, input_ids, image_mask)
@@ -387,7 +394,7 @@ class MoELayer(nn.Module):
         if tokens_per_rank is None and self.ep.ep_size == 1:
             tokens_per_rank = z.shape[0]
         with self._peers_told():
-            if missing := len(experts.gate_up.unloaded | experts.down.unloaded):
+            if missing := len(experts.gate_up.unloaded) + len(experts.down.unloaded):
                 raise CheckpointError(f"layer {self.layer}: {missing} expert projections have no weights yet")
             with self._stage("quantize"):
                 rows, scales = fmt.to_wire(fmt.quantize(z, global_scale=self.input_global_scale))

@@ -175,3 +175,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = ExpertStack(num_experts, 2, intermediate_size, hidden_size, weight_format, device)
         self.down = ExpertStack(num_experts, 1, hidden_size, intermediate_size, weight_format, device)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every expert has its weights."""
+        return not (self.gate_up.unloaded or self.down.unloaded)

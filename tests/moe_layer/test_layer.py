@@ -10,7 +10,6 @@ from layer_oracle import oracle_of, rel_l2
 from layers import CONFIGS, config, make
 
 from moe_layer import MoELayer
-from moe_layer.layer import ACTIVATION_OF
 from moe_layer.quant import available_formats
 
 FP32 = {"dtype": torch.float32}
@@ -68,7 +67,7 @@ def test_latent_layer_with_quantized_activations(activation_format: str) -> None
 @pytest.mark.parametrize("weight_format", available_formats())
 def test_default_activation_format(weight_format: str) -> None:
     layer = MoELayer(config("mixtral"), weight_format=weight_format, device="cpu")
-    expected = "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
+    expected = {"int4": "bf16", "mxfp4": "mxfp8"}.get(weight_format, weight_format.split("_")[0])
     assert layer.activation_format == expected
 
 
