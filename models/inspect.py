@@ -15,7 +15,7 @@ from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.config import MoEConfig
 from moe_layer.models.checkpoint import Checkpoint
 from moe_layer.models.config import read_config
-from moe_layer.models.plan import LayerPlan, MatrixGroup, Problems, check_layer, moe_layers, plan_layer
+from moe_layer.models.plan import FACTOR_BYTES, LayerPlan, MatrixGroup, Problems, check_layer, moe_layers, plan_layer
 
 SHOWN_PROBLEMS = 20  # lines of each list that print_report shows; the report itself holds all
 
@@ -149,7 +149,9 @@ def _describe(plan: LayerPlan) -> dict[str, Any]:
 
 
 def _expert_bytes(plan: LayerPlan) -> int:
-    return plan.gate_up.expert_nbytes() + plan.down.expert_nbytes()
+    """Of one routed expert. Only these keep the scale of their inputs, one a group."""
+    groups = (plan.gate_up, plan.down)
+    return sum(g.expert_nbytes() + (FACTOR_BYTES if g.has_input_scale else 0) for g in groups)
 
 
 def _shared_bytes(plan: LayerPlan) -> int:

@@ -100,11 +100,11 @@ class MatrixGroup:
         return any(m.input_scale is not None for m in self.matrices.values())
 
     def expert_nbytes(self) -> int:
-        """Bytes of one expert's weights and scales, once loaded."""
+        """Bytes of one expert's weights and their scales, once loaded."""
         if self.format is None:
             return 0
         fmt = get_format(self.format)
-        factors = (self.parts if fmt.two_level else 0) + (1 if self.has_input_scale else 0)
+        factors = self.parts if fmt.two_level else 0
         return fmt.nbytes((self.parts, self.rows, self.columns)) + factors * FACTOR_BYTES
 
 
