@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import moe_layer
 from moe_layer.backend import architecture, kernel_entries
-from moe_layer.comm.base import ROW_ALIGNMENT
+from moe_layer.comm.auto import sentinel_limit
+from moe_layer.comm.layout import Capacity, WorkspaceLayout, align
 from moe_layer.config import MoEConfig
 from moe_layer.errors import ConfigError
 from moe_layer.layer import implied_activation_format
@@ -25,6 +26,7 @@ MIB = 1 << 20
 KERNEL_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PACKAGES = ("torch", "numpy", "safetensors", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "transformers")
 DSL = "nvidia-cutlass-dsl"
+ONE_SIDED_REGION = "one-sided: Sentinel's slots, control"
 INSTALL_DSL = "pip install 'moe-layer[cuda]'"
 
 # What a payload is made of: routed width, top_k, and the activation format that the release implies.
@@ -74,7 +76,10 @@ def diagnose(
 def workspace(
     model: str, *, ep_size: int, max_tokens_per_rank: int, activation_format: str | None = None
 ) -> dict[str, Any]:
-    """Bytes of each communication region of one rank (paper §3.2): ep_size·T̂ slots each, rows 16-byte aligned.
+    """Bytes of each communication region of one rank (paper §3.2): ep_size·T̂ slots each, payload rows 16-byte aligned.
+
+    The last region, Sentinel's slots (for steps up to its measured crossover) and the control words, is the one-sided
+    transports' alone; the others need the same with any transport.
 
     Args:
         model: a name of :data:`MODELS` or a checkpoint.
@@ -90,15 +95,23 @@ def workspace(
         raise ConfigError(f"unknown model {model!r}: neither a checkpoint here nor one of {', '.join(MODELS)}")
     name = activation_format or implied
     fmt = get_format(name)
+    data, scale = fmt.row_bytes(hidden), fmt.scale_row_bytes(hidden, per_row_global_scale=fmt.two_level)
+    partial = hidden * (4 if name == "fp32" else 2)
     rows = {
-        "dispatch: hidden states": fmt.row_bytes(hidden),
-        "dispatch: scales": fmt.scale_row_bytes(hidden, per_row_global_scale=fmt.two_level),
+        "dispatch: hidden states": data,
+        "dispatch: scales": scale,
         "dispatch: expert ids": 4 * top_k,
         "dispatch: router weights": 4 * top_k,
-        "combine: partial results": 2 * hidden,
+        "combine: partial results": partial,
     }
     slots = ep_size * max_tokens_per_rank
-    regions = {region: slots * -(-row // ROW_ALIGNMENT) * ROW_ALIGNMENT for region, row in rows.items()}
+    regions = {
+        region: slots * (row if region in ("dispatch: expert ids", "dispatch: router weights") else align(row))
+        for region, row in rows.items()
+    }
+    sentinel = min(max_tokens_per_rank, sentinel_limit(ep_size, data + scale + partial, top_k))
+    capacity = Capacity(ep_size, max_tokens_per_rank, max(1, sentinel), data, scale, top_k, partial)
+    regions[ONE_SIDED_REGION] = WorkspaceLayout(capacity).total_bytes - sum(regions.values())
     return {
         "model": model,
         "ep_size": ep_size,
@@ -203,7 +216,8 @@ def print_report(report: dict[str, Any]) -> None:
     console = Console(highlight=False)
 
     def table(title: str, *columns: str) -> Table:
-        result = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns))
+        console.print(f"[bold]{title}[/]")
+        result = Table(box=None, pad_edge=False, show_header=bool(columns))
         for column in columns:
             result.add_column(column, justify="right" if column in ("MiB", "bytes a row") else "left")
         return result
@@ -255,6 +269,6 @@ def print_report(report: dict[str, Any]) -> None:
         "MiB",
     )
     for region, size in w["region_bytes"].items():
-        sizes.add_row(region, str(w["row_bytes"][region]), f"{size / MIB:.1f}")
+        sizes.add_row(region, str(w["row_bytes"].get(region, "")), f"{size / MIB:.1f}")
     sizes.add_row("total", "", f"{w['total_bytes'] / MIB:.1f}")
     console.print(sizes)

@@ -140,7 +140,9 @@ def test_doctor_sizes_the_papers_workspace(capsys: pytest.CaptureFixture[str]) -
     w = json_of(["doctor"], capsys)["workspace"]
     mib = {region: size / 2**20 for region, size in w["region_bytes"].items()}
     assert mib["dispatch: hidden states"] == 160 and mib["combine: partial results"] == 320
-    assert 0 < w["total_bytes"] / 2**20 - 480 < 10
+    one_sided = mib.pop(doctor.ONE_SIDED_REGION)
+    assert 0 < sum(mib.values()) - 480 < 10 and 0 < one_sided
+    assert w["total_bytes"] == sum(w["region_bytes"].values())
     dispatch = sum(row for region, row in w["row_bytes"].items() if region.startswith("dispatch"))
     assert (dispatch, w["row_bytes"]["combine: partial results"]) == (5328, 10240)
 
@@ -166,7 +168,8 @@ def test_doctor_reads_a_checkpoint(v3: Path, capsys: pytest.CaptureFixture[str])
     w = json_of(["doctor", "--model", str(v3), "--ep", "3", "--tokens", "5"], capsys)["workspace"]
     assert (w["hidden_size"], w["top_k"], w["activation_format"]) == (256, 2, "fp8")
     assert w["region_bytes"]["dispatch: hidden states"] == 3 * 5 * 256
-    assert w["region_bytes"]["dispatch: expert ids"] == 3 * 5 * 16  # eight bytes, rows 16-byte aligned
+    assert w["region_bytes"]["dispatch: scales"] == 3 * 5 * 16  # two fp32, rows 16-byte aligned
+    assert w["region_bytes"]["dispatch: expert ids"] == 3 * 5 * 8
 
 
 def test_doctor_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
