@@ -19,11 +19,12 @@ from moe_layer.comm.auto import sentinel_limit
 from moe_layer.comm.layout import Capacity, WorkspaceLayout, align
 from moe_layer.config import MoEConfig
 from moe_layer.errors import ConfigError
+from moe_layer.kernel_cache import ARCHITECTURES, dsl_available
 from moe_layer.layer import implied_activation_format
 from moe_layer.quant import available_formats, get_format
 
 MIB = 1 << 20
-KERNEL_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ONE_SIDED = ("fence", "sentinel")
 PACKAGES = ("torch", "numpy", "safetensors", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "transformers")
 DSL = "nvidia-cutlass-dsl"
 ONE_SIDED_REGION = "one-sided: Sentinel's slots, control"
@@ -183,11 +184,28 @@ def _transports(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
         nccl: str | None = "this PyTorch has no NCCL"
     else:
         nccl = None if gpus else _no_gpu()
+    one_sided = _one_sided(gpus)
     return [
         _verdict("loopback (one rank)", None),
         _verdict("collective over gloo (CPU, or GPU through the host)", gloo, "loopback"),
         _verdict("collective over NCCL (GPUs, across hosts)", nccl, "collective over gloo"),
+        *(_verdict(f"{name} (one-sided, GPUs of one NVLink domain)", one_sided, "collective") for name in ONE_SIDED),
     ]
+
+
+def _one_sided(gpus: list[dict[str, Any]]) -> str | None:
+    """Why the one-sided protocols do not run between this machine's GPUs, or None if they do."""
+    if not gpus:
+        return _no_gpu()
+    for gpu in gpus:
+        if gpu["arch"] not in ARCHITECTURES:
+            return f"no kernels for {gpu['name']} ({gpu['arch']}), only for {', '.join(ARCHITECTURES)}"
+    if not dsl_available():
+        return f"the CuTe DSL is not installed ({INSTALL_DSL})"
+    if len(gpus) < 2:
+        return "one GPU here, a group needs one a rank"
+    apart = [(i, j) for i, row in enumerate(_peer_access(len(gpus))) for j, ok in enumerate(row) if not ok]
+    return f"GPU {apart[0][0]} cannot access the memory of GPU {apart[0][1]}" if apart else None
 
 
 def _backends(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,7 +215,7 @@ def _backends(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
     backends = [{**_verdict("reference (PyTorch, any device)", None), "weights": formats, "activations": rows}]
     present = {gpu["arch"] for gpu in gpus}
     for entry in kernel_entries():
-        if _versions()[DSL] is None:
+        if not dsl_available():
             reason: str | None = f"the CuTe DSL is not installed ({INSTALL_DSL})"
         elif not gpus:
             reason = _no_gpu()
@@ -233,7 +251,7 @@ def print_report(report: dict[str, Any]) -> None:
         about.add_row(name, found or missing)
     gpus = report["gpus"]
     for gpu in gpus:
-        note = "" if gpu["arch"] in KERNEL_ARCHS else ": no kernels for it, runs the PyTorch reference"
+        note = "" if gpu["arch"] in ARCHITECTURES else ": no kernels for it, runs the PyTorch reference"
         about.add_row(
             f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['arch']}, {gpu['memory_bytes'] / 2**30:.0f} GiB{note}"
         )

@@ -172,6 +172,43 @@ def test_doctor_reads_a_checkpoint(v3: Path, capsys: pytest.CaptureFixture[str])
     assert w["region_bytes"]["dispatch: expert ids"] == 3 * 5 * 8
 
 
+def gpu(index: int, arch: str = "sm_90a") -> dict[str, Any]:
+    return {"index": index, "name": "a GPU", "arch": arch, "memory_bytes": 141 << 30}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "peers", "dsl", "reason"),
+    [
+        ([gpu(0), gpu(1)], True, True, ""),
+        ([gpu(0), gpu(1)], False, True, "GPU 0 cannot access the memory of GPU 1"),
+        ([gpu(0), gpu(1)], True, False, "the CuTe DSL is not installed"),
+        ([gpu(0)], True, True, "one GPU here, a group needs one a rank"),
+        ([gpu(0), gpu(1, "sm_80")], True, True, "no kernels for a GPU (sm_80), only for sm_90a, sm_100a, sm_103a"),
+    ],
+)
+def test_doctor_says_why_one_sided_does_not_run(
+    gpus: list[dict[str, Any]],
+    peers: bool,
+    dsl: bool,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "_peer_access", lambda n: [[i == j or peers for j in range(n)] for i in range(n)])
+    monkeypatch.setattr(doctor, "dsl_available", lambda: dsl)
+    report = json_of(["doctor"], capsys)
+    lines = [t for t in report["transports"] if t["name"].startswith(("fence", "sentinel"))]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["reason"].startswith(reason) and line["available"] == (reason == "")
+        assert line["instead"] == ("collective" if reason else "")
+    assert cli.main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("runs the PyTorch reference" in out) == any(g["arch"] == "sm_80" for g in gpus)
+    assert ("Peer access" in out) == (len(gpus) > 1)
+
+
 def test_doctor_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(["doctor", "--model", "llama"], capsys)
     assert "unknown model 'llama'" in error and "deepseek_v41" in error
