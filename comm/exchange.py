@@ -22,6 +22,9 @@ from moe_layer.errors import CommunicationTimeoutError
 _HEADER_TAG = 0x4D4F01
 _PAYLOAD_TAG = 0x4D4F02
 
+# gloo cuts time limits to whole milliseconds, so its wait may end this much early.
+_GLOO_TICK_S = 2e-3
+
 # While waiting for a GPU event: spin for the usual latency of a step, then give the core away.
 _SPIN_S = 2e-3
 _SLEEP_S = 50e-6
@@ -93,7 +96,7 @@ class PeerExchange(Exchange):
                     # gloo takes a timeout of 0 for "none".
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
         except RuntimeError as error:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline - _GLOO_TICK_S:
                 message = f"no answer from rank {current} within {self.timeout_s:g} s"
             else:
                 message = f"lost the connection to rank {current} ({str(error).splitlines()[0]})"

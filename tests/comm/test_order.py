@@ -67,9 +67,7 @@ class TestOrder:
         comm = open_comm(protocol)
         with pytest.raises(CapacityError, match="rank 0: 5 tokens to dispatch, but runtime_max_tokens_per_rank is 4"):
             dispatch(comm, tokens=5)
-        with pytest.raises(
-            CapacityError, match=r"runtime_max_tokens_per_rank is 5, .* sized for max_tokens_per_rank=4"
-        ):
+        with pytest.raises(CapacityError, match=r"max_tokens_per_rank is 5, .* sized for max_tokens_per_rank=4"):
             dispatch(comm, runtime_max_tokens_per_rank=5)
         with pytest.raises(CapacityError, match="rank 0: runtime_max_tokens_per_rank is -1"):
             dispatch(comm, runtime_max_tokens_per_rank=-1)

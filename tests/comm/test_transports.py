@@ -8,77 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from all_to_all_check import Case, check_step, poison_workspace
+from all_to_all_check import CASES, MAX_TOKENS, Case, check_step, check_steps, for_ranks, open_comm
 from distributed_harness import Ranks
 
 from moe_layer.comm import ExpertPlacement, create_channel
 from moe_layer.errors import ConfigError
-
-MAX_TOKENS = 24
-# T of rank r is the r-th entry, for as many ranks as a test has; one of four ranks has no token.
-RAGGED = (5, 17, 0, 9)
-FULL = (MAX_TOKENS,) * 4
-
-CASES = {
-    "ragged": Case(RAGGED),
-    "no token on the first rank": Case((0, 13, 0, 6)),
-    "no token anywhere": Case((0, 0, 0, 0)),
-    "one token in all": Case((0, 0, 1, 0), t_hat=1),
-    "T = T̂ = the maximum": Case(FULL),
-    "T̂ below the maximum": Case(RAGGED, t_hat=17),
-    "top_k 1": Case(RAGGED, top_k=1),
-    "top_k 10": Case(RAGGED, num_experts=16, top_k=10),
-    "top_k 32": Case(RAGGED, num_experts=40, top_k=32),
-    "more selections than experts": Case(RAGGED, num_experts=3, top_k=7, ids="duplicates"),
-    "experts not divisible": Case(RAGGED, num_experts=7, top_k=3),
-    "fewer experts than ranks": Case(RAGGED, num_experts=2, top_k=2),
-    "all tokens alike": Case(RAGGED, ids="same"),
-    "duplicate ids": Case(RAGGED, top_k=6, ids="duplicates"),
-    "ids out of range": Case(RAGGED, top_k=3, ids="invalid"),
-    "64-bit ids out of range": Case(RAGGED, top_k=3, ids="invalid", id_dtype="int64"),
-    "no destination at all": Case(RAGGED, ids="none"),
-    "int64 ids": Case(RAGGED, id_dtype="int64"),
-    "no weights": Case(RAGGED, weights=False),
-    "fp8 with scales": Case(RAGGED, row=(256,), row_dtype="float8_e4m3fn", scale=(2,)),
-    "fp8 with e8m0 scales": Case(RAGGED, row_dtype="float8_e5m2", scale=(3,), scale_dtype="float8_e8m0fnu"),
-    "odd row and scale bytes": Case(RAGGED, row=(13,), row_dtype="uint8", scale=(3,), scale_dtype="uint8"),
-    "rows of 2, 4 and 8 byte words": Case(RAGGED, row=(3,), row_dtype="float16", scale=(5,), scale_dtype="float32"),
-    "rows of one byte": Case(RAGGED, row=(), row_dtype="uint8"),
-    "rows of two dimensions": Case(RAGGED, row=(3, 5), row_dtype="int16", scale=(2, 2)),
-    "scale rows of no byte": Case(RAGGED, scale=(0,)),
-    "long rows": Case(RAGGED, row=(7168,), hidden_size=7168),
-    "fp32 rows and partials": Case(RAGGED, row_dtype="float32", top_k=4, partial_dtype="float32"),
-    "bf16 to fp32 output": Case(RAGGED, top_k=4, output_dtype="float32"),
-    "fp32 to bf16 output": Case(RAGGED, top_k=4, partial_dtype="float32", output_dtype="bfloat16"),
-    "fp16 output": Case(RAGGED, top_k=4, output_dtype="float16"),
-    "width other than the rows'": Case(RAGGED, row=(32,), hidden_size=7),
-}
-
-
-def for_ranks(case: Case, ep_size: int) -> Case:
-    """``case`` with the T of ``ep_size`` ranks."""
-    return replace(case, tokens=case.tokens[:ep_size])
-
-
-def open_comm(channel: Any, case: Case) -> Any:
-    """A communicator of ``channel`` for ``case``."""
-    ep_size = len(case.tokens)
-    if case.rank_of is None:
-        placement = ExpertPlacement.contiguous(case.num_experts, ep_size)
-    else:
-        placement = ExpertPlacement.from_table(case.rank_of, ep_size)
-    return channel.communicator(placement, case.hidden_size)
 
 
 def run_cases(ranks: Ranks, protocol: str, cases: list[Case], seed: int) -> None:
     """The cases, one after the other, as layers that share one channel."""
     group = ranks.group if protocol == "collective" else None
     channel = create_channel(group, protocol=protocol, max_tokens_per_rank=MAX_TOKENS, timeout_s=20)
-    comms = [open_comm(channel, case) for case in cases]
-    for step, (comm, case) in enumerate(zip(comms, cases)):
-        poison_workspace(channel)
-        check_step(comm, case, seed + step)
-        assert channel.step == step + 1
+    check_steps(channel, cases, seed)
     channel.destroy()
 
 

@@ -70,12 +70,13 @@ class RankPool:
     """``size`` processes in one torch.distributed world.
 
     Args:
-        size: processes.
+        size: processes, numbered 0 … size − 1.
         backend: of the world, e.g. ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; with nccl, rank r uses GPU r.
     """
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -148,7 +149,7 @@ class RankPool:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 broken = True
-                problems.update({rank: "no answer in time" for rank in waiting.values()})
+                problems.update(dict.fromkeys(waiting.values(), "no answer in time"))
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
