@@ -28,6 +28,7 @@ from moe_layer.models.storage import StoredMatrix
 from moe_layer.quant import get_format, validate_scales
 
 PROGRESS_DELAY_S = 2.0  # no bar for loads that are over before one could be read
+E4M3_LARGEST, E8M0_LARGEST = 0x7E, 0xFE  # bytes of the largest finite scales
 
 
 @dataclass(frozen=True)
@@ -271,11 +272,30 @@ def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _check_scales(group: MatrixGroup, experts: Sequence[int], weights: ExpertWeights) -> None:
+    """Refuse scales that give no value, by the name of their tensor."""
+    if weights.scale is None or _all_good(weights.scale, get_format(weights.format).two_level):
+        return
     for local, expert in enumerate(experts):
         for part in range(group.parts):
             stored = group.matrices[expert, 0 if group.fused else part]
             if stored.scale is not None:
                 validate_scales(weights.expert(local, part), stored.scale.name)
+
+
+def _all_good(scale: torch.Tensor, two_level: bool) -> bool:
+    """Whether surely nothing is wrong, in one fast pass over all experts: this much of a load would show otherwise.
+
+    False may be a false alarm (a −0 of NVFP4); :func:`~moe_layer.quant.validate_scales` then decides.
+    """
+    if scale.numel() == 0:
+        return True
+    if scale.element_size() > 1:
+        low, high = scale.aminmax()  # NaN in either where there is one
+        return bool((low > 0) & (high < torch.inf))
+    largest = scale.view(torch.uint8).amax((-2, -1))
+    # E4M3 bytes are ordered up to 0x7E = 448, then come NaN and the negative ones; in E8M0 255 is NaN.
+    limit = E4M3_LARGEST if two_level else E8M0_LARGEST
+    return bool((largest <= limit).all() and (not two_level or (largest > 0).all()))
 
 
 def _check_table(info: TensorInfo, table: torch.Tensor, experts: int) -> None:

@@ -1,0 +1,229 @@
+"""Time and memory of loading one rank's share of an MoE layer, beside reading the same bytes with ``safe_open`` alone.
+
+    python -m moe_layer.benchmarks.load_checkpoint
+    python -m moe_layer.benchmarks.load_checkpoint --release kimi_k3 --gib 1.5 --ep 2 --json
+
+Writes a random checkpoint in a release layout with the model's own expert shapes, and loads one rank of it with a warm
+page cache. The baseline copies every tensor that the loader reads out of the mapped file, and does nothing else. Runs
+of both alternate, in both orders; the table shows medians, and the ratio of the medians and of the fastest runs, which
+other work on the machine disturbs least. Memory is the growth of a fresh process's anonymous pages, sampled; the page
+cache is not counted, as it is given back when needed.
+
+Limits: time at most 1.3 × the baseline (fastest runs), memory at most the loaded bytes + one expert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from moe_layer.comm.placement import ExpertPlacement
+from moe_layer.models.checkpoint import Checkpoint
+from moe_layer.models.config import read_config
+from moe_layer.models.loader import LayerTensors, load_layer
+from moe_layer.models.plan import LayerPlan, plan_layer
+from moe_layer.models.synthetic import write_checkpoint
+
+TIME_LIMIT = 1.3
+SAMPLE_S = 0.002
+
+# release → (hidden, moe inter, latent) of the model
+SHAPES: dict[str, tuple[int, int, int | None]] = {
+    "deepseek_v3": (7168, 2048, None),
+    "deepseek_v41": (5120, 2304, None),
+    "kimi_k3": (7168, 3072, 3584),
+    "kimi_k25": (7168, 2048, None),
+    "kimi_linear": (2304, 1024, None),
+    "deepseek_v3_modelopt": (7168, 2048, None),
+    "deepseek_v3_fused": (7168, 2048, None),
+}
+BITS = {"deepseek_v3": 8, "kimi_linear": 16, "deepseek_v3_fused": 16}  # of a weight; 4 for the others
+
+
+@dataclass
+class Result:
+    """One release. Bytes are of one rank."""
+
+    release: str
+    experts: int
+    tensors: int
+    nbytes: int
+    expert_bytes: int
+    peak_bytes: int
+    baseline_s: list[float]
+    load_s: list[float]
+
+    @property
+    def median_ratio(self) -> float:
+        return statistics.median(self.load_s) / statistics.median(self.baseline_s)
+
+    @property
+    def best_ratio(self) -> float:
+        return min(self.load_s) / min(self.baseline_s)
+
+    @property
+    def ok(self) -> bool:
+        return self.best_ratio <= TIME_LIMIT and self.peak_bytes <= self.nbytes + self.expert_bytes
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("this benchmark reads /proc/self/status")
+
+
+def peak_growth(folder: str, layer: int, placement: ExpertPlacement, rank: int, answer: Connection) -> None:
+    """Send the most bytes by which anonymous memory exceeds its level before a load, the result held to the end.
+
+    Runs in a process of its own, where no memory freed by earlier runs can be taken again unseen.
+    """
+    load_layer(folder, layer, placement=ExpertPlacement.contiguous(placement.num_experts, placement.num_experts))
+    start, peak, done = anonymous_bytes(), 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(SAMPLE_S):
+            peak = max(peak, anonymous_bytes() - start)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    held = load_layer(folder, layer, placement=placement, rank=rank, progress=False)
+    peak = max(peak, anonymous_bytes() - start)
+    done.set()
+    thread.join()
+    assert held.nbytes
+    answer.send(peak)
+
+
+def measure_peak(folder: Path, layer: int, placement: ExpertPlacement, rank: int) -> int:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=peak_growth, args=(str(folder), layer, placement, rank, there))
+    process.start()
+    there.close()
+    try:
+        return here.recv()
+    finally:
+        process.join()
+
+
+def tensor_names(plan: LayerPlan) -> list[str]:
+    """Every tensor that the loader reads for a plan."""
+    names = [t.name for t in plan.singles]
+    for group in (plan.gate_up, plan.down, plan.shared_gate_up, plan.shared_down):
+        for m in group.matrices.values() if group else ():
+            names += [t.name for t in (m.data, m.scale, m.global_scale, m.input_scale, m.shape) if t is not None]
+    return list(dict.fromkeys(names))
+
+
+def read_alone(folder: Path, files: dict[str, list[str]], experts: list[int]) -> list[torch.Tensor]:
+    """The same bytes through ``safe_open``; of stacked experts, the same part."""
+    out = []
+    for file, names in files.items():
+        with safe_open(str(folder / file), framework="pt", device="cpu") as handle:
+            for name in names:
+                if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                    out.append(handle.get_slice(name)[experts[0] : experts[-1] + 1].clone())
+                else:
+                    out.append(handle.get_tensor(name).clone())
+    return out
+
+
+def measure(release: str, gib: float, ep_size: int, repeat: int, shards: int) -> Result:
+    hidden, inter, latent = SHAPES[release]
+    per_expert = 3 * (latent or hidden) * inter * BITS.get(release, 4) / 8
+    experts = max(ep_size, round(gib * 2**30 / per_expert))
+    rank = ep_size - 1
+    with tempfile.TemporaryDirectory(prefix="moe-layer-load-") as name:
+        folder = Path(name)
+        written = write_checkpoint(
+            folder, release, hidden=hidden, inter=inter, latent=latent, experts=experts, shards=shards, values=False
+        )
+        layer, placement = written.moe_layers[-1], ExpertPlacement.contiguous(experts, ep_size)
+        local = placement.local_experts(rank)
+        with Checkpoint(folder) as checkpoint:
+            names = checkpoint.storage_order(tensor_names(plan_layer(checkpoint, read_config(folder), layer, local)))
+            files: dict[str, list[str]] = {}
+            for tensor in names:
+                files.setdefault(checkpoint.file_of(tensor), []).append(tensor)
+
+        def ours() -> LayerTensors:
+            return load_layer(folder, layer, placement=placement, rank=rank, progress=False)
+
+        def alone() -> list[torch.Tensor]:
+            return read_alone(folder, files, local)
+
+        loaded = ours()
+        nbytes = loaded.nbytes
+        one = sum(t[0].nbytes for w in (loaded.gate_up, loaded.down) for t in (w.data, w.scale) if t is not None)
+        del loaded
+        alone()  # both have run once: files are in the page cache
+        times: dict[str, list[float]] = {"alone": [], "ours": []}
+        for i in range(repeat):
+            pair = [("alone", alone), ("ours", ours)]
+            for which, run in pair if i % 2 else reversed(pair):
+                gc.collect()
+                start = time.perf_counter()
+                held = run()
+                times[which].append(time.perf_counter() - start)
+                del held
+        return Result(
+            release=release,
+            experts=len(local),
+            tensors=len(names),
+            nbytes=nbytes,
+            expert_bytes=one,
+            peak_bytes=measure_peak(folder, layer, placement, rank),
+            baseline_s=times["alone"],
+            load_s=times["ours"],
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--release", action="append", choices=sorted(SHAPES), help="default: three of them")
+    parser.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint's experts (default: 1.5)")
+    parser.add_argument("--ep", type=int, default=2, help="ranks; the last one's share is loaded (default: 2)")
+    parser.add_argument("--repeat", type=int, default=9, help="runs of each (default: 9)")
+    parser.add_argument("--shards", type=int, default=4, help="files of the checkpoint (default: 4)")
+    parser.add_argument("--json", action="store_true", help="print the numbers for a program")
+    options = parser.parse_args(arguments)
+    releases = options.release or ["deepseek_v3", "deepseek_v41", "kimi_k3"]
+    results = [measure(r, options.gib, options.ep, options.repeat, options.shards) for r in releases]
+    if options.json:
+        rows: list[dict[str, Any]] = [
+            {**asdict(r), "median_ratio": r.median_ratio, "best_ratio": r.best_ratio, "ok": r.ok} for r in results
+        ]
+        print(json.dumps(rows, indent=2))
+    else:
+        table = Table("release", "experts", "MiB", "safe_open", "load", "ratio", "best", "peak − loaded")
+        for r in results:
+            baseline, load = statistics.median(r.baseline_s), statistics.median(r.load_s)
+            extra = (r.peak_bytes - r.nbytes) / r.expert_bytes
+            table.add_row(
+                r.release, str(r.experts), f"{r.nbytes / 2**20:.0f}", f"{baseline:.3f} s", f"{load:.3f} s",
+                f"{r.median_ratio:.2f}", f"{r.best_ratio:.2f}", f"{extra:+.2f} experts",
+            )  # fmt: skip
+        Console(width=100).print(table)
+    return 0 if all(r.ok for r in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
