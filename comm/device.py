@@ -131,6 +131,14 @@ def select(condition: Any, yes: Uint32, no: Uint32) -> Uint32:
     return out
 
 
+@cute.jit
+def select_i32(condition: Any, yes: Int32, no: Int32) -> Int32:
+    out = no
+    if condition:
+        out = yes
+    return out
+
+
 def add(a: Float32, b: Float32) -> Float32:
     """FP32 add, subnormals kept."""
     return inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])

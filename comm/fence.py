@@ -4,7 +4,7 @@ Dispatch. ``grid`` blocks of ``payload_warps + 1`` warps; block b serves tokens 
 
     payload warps   a thread holds one 16-byte vector of the token a chunk and stores it to every target rank
     routing warp    lane j finds the rank of selection j, lane r takes the next slot on rank r (atomic), the lanes store
-                    ids and weights; at the end it releases and waits
+                    ids and weights, one packet a rank; at the end it releases and waits
     barriers        one a token passes the slots through shared memory (double-buffered by token parity), two at the end
 
 The last block to finish (acq_rel atomic; a grid of one needs none) releases once at system scope and stores one 64-bit
@@ -15,6 +15,9 @@ kernel is launched: two launches a step instead of the public implementation's f
 Combine. Block 0 announces with a release that this rank's partial results are written and resets the counters for the
 next dispatch; every block acquires all announcements; then each thread loads its vector from all target ranks before
 the first add, and adds in ascending rank order in FP32.
+
+Nothing on the way to the first remote access waits for the state word, and what is needed after a barrier is loaded
+before it.
 
 Shared memory: 2·ep_size + 1 words. Invariants: docs/protocols.md.
 """
@@ -28,8 +31,17 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.comm import device as dev
 from moe_layer.comm.layout import STATE_DONE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
-from moe_layer.comm.routing import announce, destination_bits, load_expert, payload_source, sum_partials
-from moe_layer.comm.spec import WARP, CombineSpec, DispatchSpec
+from moe_layer.comm.routing import (
+    PeerBases,
+    announce,
+    destination_bits,
+    load_routing,
+    payload_source,
+    row_address,
+    store_routing,
+    sum_partials,
+)
+from moe_layer.comm.spec import WARP
 from moe_layer.comm.status import ErrorCode, Phase
 
 
@@ -38,7 +50,7 @@ def fence_dispatch_kernel(
     spec: cutlass.Constexpr,
     ws: Int64, peers: Int64, table: Int64,
     hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
-    to_hidden: Int64, to_scale: Int64, to_ids: Int64, to_weights: Int64,
+    to_hidden: Int64, to_scale: Int64, to_routing: Int64,
     rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32,
 ):  # fmt: skip
     tid = cute.arch.thread_idx()[0]
@@ -46,100 +58,84 @@ def fence_dispatch_kernel(
     grid = cute.arch.grid_dim()[0]
     warp = cute.arch.make_warp_uniform(tid // WARP)
     lane = tid % WARP
-    sync = SyncOffsets(spec.ep_size)
-    shared = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * spec.ep_size + 1), cute.make_layout(2 * spec.ep_size + 1))
+    p = spec.ep_size
+    sync = SyncOffsets(p)
+    payload_threads = spec.payload_warps * WARP
+    shared = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * p + 1), cute.make_layout(2 * p + 1))
     routing = warp == Int32(spec.payload_warps)
 
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     step_before, _, error, _ = dev.load_vector(ws)
     step = step_before + Uint32(1)
-    if error != Uint32(0):
-        num_tokens = Int32(0)
-
-    if routing:
-        if block == Int32(0):
-            announce(spec, ws, peers, rank, step, own_hash, placement, t_hat, lane)
-            if lane == Int32(0):
-                dev.store_u32(ws + STATE_STEP_COMBINE, step)
-    # A Sentinel step before this one may leave peers computing on their workspaces (docs/protocols.md, mixing). A payload
-    # warp waits, because the routing warp has the longer way to the first barrier.
-    if warp == Int32(0) and error == Uint32(0):
-        for r in range(lane, spec.ep_size, WARP):
-            dev.wait_flag(
-                ws + sync.combine_flags + Int64(r) * 8, ws + sync.announcements + Int64(r) * 8, ws,
-                Uint32(Phase.FENCE_ENTRY), Uint32(r), step_before, step, own_hash,
-            )  # fmt: skip
+    alive = error == Uint32(0)
+    bases = PeerBases(peers, p)
 
     parity = Int32(0)
     for i in range(block, num_tokens, grid):
         vectors = []
         for c in range_constexpr(spec.chunks):
-            v = tid + c * spec.payload_warps * WARP
+            v = tid + c * payload_threads
             vectors.append(dev.load_vector(payload_source(spec, v, i, hidden, scale, hidden_stride, scale_stride)))
         expert = Int32(-1)
         weight = Uint32(0)
         if routing:
-            if lane < Int32(spec.top_k):
-                expert = load_expert(spec, ids, i * spec.top_k + lane)
-                if const_expr(spec.has_weights):
-                    weight = dev.load_u32(weights + Int64(i * spec.top_k + lane) * 4)
-            target = dev.expert_rank(expert, spec.num_experts, spec.ep_size, table, spec.contiguous)
-            if target < Int32(0):
-                expert = Int32(-1)
-            for w in range_constexpr(-(-spec.ep_size // WARP)):
+            expert, weight, target = load_routing(spec, ids, weights, table, i, lane, Int32(1))
+            for w in range_constexpr(-(-p // WARP)):
                 bits = destination_bits(target, w)
                 r = lane + w * WARP
-                if r < Int32(spec.ep_size):
+                if r < Int32(p):
                     slot = Int32(-1)
-                    if (bits >> Uint32(lane)) & Uint32(1) != Uint32(0):
+                    if (bits >> Uint32(lane)) & Uint32(1) != Uint32(0) and alive:
                         slot = Int32(dev.atomic_add_relaxed(ws + sync.counters + Int64(r) * 4, Uint32(1)))
-                    shared[parity * spec.ep_size + r] = slot
-                    dev.store_u32(ws + sync.end + Int64(i * spec.ep_size + r) * 4, Uint32(slot))
+                    shared[parity * p + r] = slot
+                    dev.store_u32(ws + sync.end + Int64(i * p + r) * 4, Uint32(slot))
+        elif i == block and alive:
+            # A Sentinel step before this one may leave peers computing on their workspaces (docs/protocols.md, mixing).
+            # Payload warps wait, because the routing warp has the longer way to the first barrier.
+            if warp == Int32(0):
+                for r in range(lane, p, WARP):
+                    dev.wait_flag(
+                        ws + sync.combine_flags + Int64(r) * 8, ws + sync.announcements + Int64(r) * 8, ws,
+                        Uint32(Phase.FENCE_ENTRY), Uint32(r), step_before, step, own_hash,
+                    )  # fmt: skip
         cute.arch.sync_threads()
-        for r in range_constexpr(spec.ep_size):
-            slot = shared[parity * spec.ep_size + r]
+        for r in range_constexpr(p):
+            slot = shared[parity * p + r]
             if slot >= Int32(0):
-                peer = dev.load_i64(peers + r * 8)
+                peer = bases[r]
                 row = Int64(rank * t_hat + slot)
                 if routing:
-                    if lane < Int32(spec.top_k):
-                        at = (row * spec.top_k + Int64(lane)) * 4
-                        dev.store_u32_sys(peer + to_ids + at, Uint32(expert))
-                        if const_expr(spec.has_weights):
-                            dev.store_u32_sys(peer + to_weights + at, weight)
+                    store_routing(spec, peer + to_routing + row * (spec.top_k * 8), Uint32(expert), weight, lane)
                 else:
                     for c in range_constexpr(spec.chunks):
-                        v = tid + c * spec.payload_warps * WARP
+                        v = tid + c * payload_threads
                         if v < Int32(spec.vectors):
-                            at = peer + to_hidden + row * spec.hidden_bytes + Int64(v) * 16
-                            if const_expr(spec.scale_bytes > 0):
-                                if v >= Int32(spec.hidden_vectors):
-                                    at = (
-                                        peer + to_scale + row * spec.scale_bytes
-                                        + Int64(v - spec.hidden_vectors) * 16
-                                    )  # fmt: skip
-                            dev.store_vector_sys(at, vectors[c])
+                            dev.store_vector_sys(row_address(spec, v, peer, to_hidden, to_scale, row), vectors[c])
         parity = parity ^ Int32(1)
 
+    if routing and block == Int32(0):
+        announce(spec, ws, peers, rank, step, own_hash, placement, t_hat, lane)
+        if lane == Int32(0):
+            dev.store_u32(ws + STATE_STEP_COMBINE, step)
     # The last block to finish releases for the whole rank.
     cute.arch.sync_threads()
     if tid == Int32(0):
         finished = Int32(0)
         if grid > Int32(1):
             finished = Int32(dev.atomic_add_acq_rel(ws + STATE_DONE, Uint32(1)))
-        shared[2 * spec.ep_size] = finished
+        shared[2 * p] = finished
     cute.arch.sync_threads()
     if routing:
-        if error == Uint32(0) and shared[2 * spec.ep_size] == grid - 1:
+        if alive and shared[2 * p] == grid - 1:
             dev.fence_sys()
-            for r in range(lane, spec.ep_size, WARP):
+            for r in range(lane, p, WARP):
                 count = dev.load_u32_sys(ws + sync.counters + Int64(r) * 4)
                 peer = dev.load_i64(peers + Int64(r) * 8)
                 dev.store_u64_sys(peer + sync.dispatch_flags + Int64(rank) * 8, dev.flag_word(step, count))
-        for r in range(lane, spec.ep_size, WARP):
+        for r in range(lane, p, WARP):
             count = Int32(0)
-            if error == Uint32(0):
+            if alive:
                 word = dev.wait_flag(
                     ws + sync.dispatch_flags + Int64(r) * 8, ws + sync.announcements + Int64(r) * 8, ws,
                     Uint32(Phase.FENCE_DISPATCH), Uint32(r), step, step, own_hash,
@@ -155,11 +151,11 @@ def fence_dispatch_kernel(
                         )
             shared[r] = count
     cute.arch.sync_threads()
-    for r in range_constexpr(spec.ep_size):
+    for r in range_constexpr(p):
         count = shared[r]
-        first = (Int64(r * t_hat + count)) * (spec.top_k * 4)
         for w in range(block * spec.threads + tid, (t_hat - count) * spec.top_k, grid * spec.threads):
-            dev.store_u32(ws + to_ids + first + Int64(w) * 4, Uint32(0xFFFFFFFF))
+            row = Int64(r * t_hat + count + w // spec.top_k)
+            dev.store_u32(ws + to_routing + (row * (2 * spec.top_k) + Int64(w % spec.top_k)) * 4, Uint32(0xFFFFFFFF))
 
 
 @cute.jit
@@ -168,14 +164,14 @@ def fence_dispatch(
     anchor: cute.Tensor,
     ws: Int64, peers: Int64, table: Int64,
     hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
-    to_hidden: Int64, to_scale: Int64, to_ids: Int64, to_weights: Int64,
+    to_hidden: Int64, to_scale: Int64, to_routing: Int64,
     rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32, grid: Int32,
     stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`fence_dispatch_kernel` on ``anchor``'s current stream."""
     fence_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
-        to_hidden, to_scale, to_ids, to_weights, rank, num_tokens, t_hat, own_hash, placement,
+        to_hidden, to_scale, to_routing, rank, num_tokens, t_hat, own_hash, placement,
     ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
 
@@ -190,17 +186,23 @@ def fence_combine_kernel(
     grid = cute.arch.grid_dim()[0]
     warp = cute.arch.make_warp_uniform(tid // WARP)
     lane = tid % WARP
-    sync = SyncOffsets(spec.ep_size)
+    p = spec.ep_size
+    sync = SyncOffsets(p)
     shared = cute.make_tensor(cute.arch.alloc_smem(Int32, 1), cute.make_layout(1))
 
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     _, step, error, _ = dev.load_vector(ws)
+    bases = PeerBases(peers, p)
+    first_slots = []
+    for r in range_constexpr(p):
+        at = ws + sync.end + Int64(block * p + r) * 4
+        first_slots.append(Int32(dev.load_u32(at if block < num_tokens else ws)))
 
     if warp == Int32(spec.payload_warps):
         if block == Int32(0):
             dev.fence_sys()
-            for r in range(lane, spec.ep_size, WARP):
+            for r in range(lane, p, WARP):
                 peer = dev.load_i64(peers + Int64(r) * 8)
                 if error == Uint32(0):
                     dev.store_u64_sys(peer + sync.combine_flags + Int64(rank) * 8, dev.flag_word(step, own_code))
@@ -209,12 +211,10 @@ def fence_combine_kernel(
                 dev.store_u32(ws + STATE_DONE, Uint32(0))
                 dev.store_u32(ws + STATE_STEP_DISPATCH, step)
         arrived = Int32(1)
-        for r in range(lane, spec.ep_size, WARP):
+        for r in range(lane, p, WARP):
             flag = ws + sync.combine_flags + Int64(r) * 8
             if error == Uint32(0):
-                word = dev.wait_flag(
-                    flag, flag, ws, Uint32(Phase.FENCE_COMBINE), Uint32(r), step, step, own_code
-                )  # fmt: skip
+                word = dev.wait_flag(flag, flag, ws, Uint32(Phase.FENCE_COMBINE), Uint32(r), step, step, own_code)
                 if dev.low(word) != own_code or dev.high(word) != step:
                     arrived = Int32(0)
                     if dev.high(word) == step:
@@ -231,19 +231,21 @@ def fence_combine_kernel(
 
     for i in range(block, num_tokens, grid):
         slots = []
-        for r in range_constexpr(spec.ep_size):
-            slot = Int32(dev.load_u32(ws + sync.end + Int64(i * spec.ep_size + r) * 4))
+        for r in range_constexpr(p):
+            slot = first_slots[r]
+            if i != block:
+                slot = Int32(dev.load_u32(ws + sync.end + Int64(i * p + r) * 4))
             slots.append(slot if everyone_here else Int32(-1))
         for c in range_constexpr(spec.chunks):
             v = tid + c * spec.payload_warps * WARP
             if v < Int32(spec.vectors) and tid < Int32(spec.payload_warps * WARP):
                 loaded = []
-                for r in range_constexpr(spec.ep_size):
+                for r in range_constexpr(p):
                     # Ranks without this token read a harmless local line: no branch between the loads.
                     at = ws
                     if slots[r] >= Int32(0):
                         at = (
-                            dev.load_i64(peers + r * 8) + from_partials
+                            bases[r] + from_partials
                             + Int64(rank * t_hat + slots[r]) * spec.combine_bytes + Int64(v) * 16
                         )  # fmt: skip
                     loaded.append(dev.load_vector_sys(at))
@@ -262,6 +264,3 @@ def fence_combine(
     fence_combine_kernel(
         spec, ws, peers, from_partials, output, output_stride, rank, num_tokens, t_hat, own_code
     ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
-
-
-__all__ = ["CombineSpec", "DispatchSpec", "fence_combine", "fence_dispatch"]

@@ -8,7 +8,7 @@ and words that only the owner touches lie in one allocation, apart by region:
                sync, an entry a peer: dispatch flag, combine flag, announcement, parameters     peers write, owner polls
     slots      per token and rank: the slot that dispatch took there, −1 for none               owner
     present    Sentinel: per landing slot, the header received in dispatch                       owner
-    dispatch   W_d: hidden rows, scale rows, ids, weights, each [ep_size*T̂, …]                  peers (Fence) or owner
+    dispatch   W_d: hidden rows, scale rows, routing rows, each [ep_size*T̂, …]                  peers (Fence) or owner
     combine    W_c: partial results [ep_size*T̂, hidden]                                         owner writes, peers pull
     meta       I: two banks of Sentinel's header, ids and weights slots                          peers write, owner resets
     landing    L: Sentinel's landing slots                                                       peers write, owner resets
@@ -28,7 +28,8 @@ from moe_layer.comm.base import MAX_TOP_K, ROW_ALIGNMENT
 
 STATE_BYTES = 128
 STATE_STEP_DISPATCH, STATE_STEP_COMBINE, STATE_ERROR, STATE_DONE, STATE_TIMEOUT, STATE_RECORD = 0, 4, 8, 12, 16, 24
-META_WORDS = 4 + 2 * MAX_TOP_K  # header, weight escapes (low and high 16 bits), pad, ids, weights
+MAX_PARTS = 4  # blocks that share a Sentinel slot
+META_WORDS = 8 + 2 * MAX_TOP_K  # a header a part, weight escapes (low and high 16 bits), 2 unused, ids, weights
 META_STRIDE = META_WORDS * 4
 
 
@@ -113,7 +114,7 @@ class WorkspaceLayout:
             "control": SyncOffsets(p).end,
             "slots": 4 * t * p,
             "present": 4 * ts * p,
-            "dispatch": p * t * (align(c.hidden_bytes) + align(c.scale_bytes) + 8 * c.top_k) + 4 * 128,
+            "dispatch": p * t * (align(c.hidden_bytes) + align(c.scale_bytes) + 8 * c.top_k) + 3 * 128,
             "combine": p * t * align(c.combine_bytes),
             "meta": 2 * p * ts * META_STRIDE,
             "landing": p * ts * self.landing_stride,
@@ -148,10 +149,11 @@ class WorkspaceLayout:
         start = self.offsets["meta"]
         return start, self.total_bytes - start
 
-    def dispatch_rows(self, slots: int, hidden_bytes: int, scale_bytes: int, top_k: int) -> tuple[int, int, int, int]:
-        """Offsets of the hidden rows, scale rows, ids and weights of a step with ``slots`` = ep_size·T̂ slots."""
+    def dispatch_rows(self, slots: int, hidden_bytes: int, scale_bytes: int) -> tuple[int, int, int]:
+        """Offsets of the hidden rows, scale rows and routing rows of a step with ``slots`` = ep_size·T̂ slots.
+
+        A routing row is top_k ids and then top_k weights, so that one packet carries both.
+        """
         hidden = self.offsets["dispatch"]
         scale = align(hidden + slots * align(hidden_bytes), 128)
-        ids = align(scale + slots * align(scale_bytes), 128)
-        weights = align(ids + slots * 4 * top_k, 128)
-        return hidden, scale, ids, weights
+        return hidden, scale, align(scale + slots * align(scale_bytes), 128)

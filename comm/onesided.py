@@ -8,7 +8,6 @@ launches, and what a kernel reported is raised by the next call (or by :meth:`On
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,13 +19,20 @@ from moe_layer.comm.base import DispatchResult, ExpertParallelComm
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
 from moe_layer.comm.layout import (
     STATE_BYTES,
-    STATE_ERROR,
     STATE_RECORD,
     STATE_TIMEOUT,
     Capacity,
     SyncOffsets,
     WorkspaceLayout,
     align,
+)
+from moe_layer.comm.launch import (
+    FENCE,
+    combine_kernels,
+    dispatch_kernels,
+    grid_size,
+    load_kernels,
+    sentinel_parts,
 )
 from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.comm.rows import as_byte_rows, row_bytes, row_shape
@@ -35,18 +41,14 @@ from moe_layer.comm.status import RECORD_WORDS, ErrorCode, explain
 from moe_layer.comm.symmetric import EmulatedMemory, SymmetricMemory, TorchSymmetricMemory, emulated_memories
 from moe_layer.comm.validation import check_combine, check_dispatch, check_partial_dtype
 from moe_layer.errors import CapacityError, CommunicationError, ConfigError
-from moe_layer.kernel_cache import device_arch, get_kernel
-
-# Scalars of the launch functions, a letter each (kernel_cache.get_kernel).
-FENCE_DISPATCH, FENCE_COMBINE = "lll" + "llllll" + "llll" + "iiiuui", "lllll" + "iiiui"
-SENTINEL_DISPATCH, SENTINEL_COMBINE = "lll" + "llllll" + "llll" + "lllll" + "iiiiuui", "lllll" + "llli" + "iiiui"
+from moe_layer.kernel_cache import device_arch
 
 
 class OneSidedChannel(Channel):
     """Symmetric memory and step state of one group on one GPU.
 
     Args:
-        group: ranks that can map each other's memory; None only with ``memories`` (emulation).
+        group: ranks that can map each other's memory; None only with ``emulation``.
         protocol: ``"fence"``, ``"sentinel"`` or ``"auto"`` (Sentinel up to the measured crossover, then Fence).
         device: this rank's GPU; default the current one.
         sentinel_tokens_per_rank: the largest T̂ that Sentinel's landing slots serve; default the crossover's reach under
@@ -276,15 +278,12 @@ class OneSidedComm(ExpertParallelComm):
             assert self.channel.layout is not None
             slots = self.ep_size * t_hat
             scale_bytes = 0 if scale is None else row_bytes(scale)
-            to_hidden, to_scale, to_ids, to_weights = self.channel.layout.dispatch_rows(
-                slots, row_bytes(hidden), scale_bytes, top_k
-            )
+            to_hidden, to_scale, to_routing = self.channel.layout.dispatch_rows(slots, row_bytes(hidden), scale_bytes)
+            routing = self._rows(to_routing, slots, (2 * top_k,), torch.int32, padded=False)
             found = self._known[key] = DispatchResult(
                 hidden_states=self._rows(to_hidden, slots, row_shape(hidden), hidden.dtype),
-                topk_ids=self._rows(to_ids, slots, (top_k,), torch.int32, padded=False),
-                topk_weights=self._rows(to_weights, slots, (top_k,), torch.float32, padded=False)
-                if has_weights
-                else None,
+                topk_ids=routing[:, :top_k],
+                topk_weights=routing[:, top_k:].view(torch.float32) if has_weights else None,
                 tokens_per_rank=t_hat,
                 hidden_states_scale=None
                 if scale is None
@@ -362,21 +361,22 @@ class OneSidedComm(ExpertParallelComm):
         key = ("combine launch", spec)
         kernels = self._known.get(key)
         if kernels is None:
-            kernels = self._known[key] = compile_combine(spec, channel.arch)
+            kernels = self._known[key] = combine_kernels(spec, channel.arch)
         layout, memory = channel.layout, channel.memory
         code = (dtype.itemsize << 24) | spec.combine_bytes
         scalars = [
             memory.local.data_ptr(), memory.peers.data_ptr(), layout.offsets["combine"], direct.data_ptr(),
             direct.stride(0) * direct.element_size(),
         ]  # fmt: skip
-        slots = max(1, step.t_hat if step.sentinel else step.tokens)
-        grid = channel_grid(channel, slots, spec.blocks_per_sm)
+        parts = sentinel_parts(step.t_hat, spec.vectors) if step.sentinel else FENCE
+        slots = step.t_hat if step.sentinel else step.tokens
+        grid = grid_size(slots, parts, channel.max_blocks or channel.num_sms * spec.blocks_per_sm)
         if step.sentinel:
             scalars += [
                 layout.offsets["present"], layout.offsets["partials"], layout.partial_stride,
                 layout.capacity.sentinel_tokens_per_rank,
             ]  # fmt: skip
-        kernels[step.sentinel](memory.local, *scalars, self.ep_rank, step.tokens, step.t_hat, code, grid)
+        kernels[parts](memory.local, *scalars, self.ep_rank, step.tokens, step.t_hat, code, grid)
         if direct is not output:
             output.copy_(direct[:, : self.hidden_size])
 
@@ -400,16 +400,17 @@ class _Launcher:
             id_bytes,
         )  # fmt: skip
         self.comm, self.spec = comm, spec
-        self.kernels = compile_dispatch(spec, channel.arch)
+        self.kernels = dispatch_kernels(spec, channel.arch)
+        # Any combine that this layer may ask for later, so that no step waits for a compiler.
         combines = [
-            compile_combine(
+            combine_kernels(
                 CombineSpec(comm.ep_size, align(comm.hidden_size * element_bytes), element_bytes, output_bytes),
                 channel.arch,
             )
             for element_bytes in (2, 4)
             for output_bytes in (2, 4)
         ]
-        self._load(combines)
+        load_kernels(self.kernels, combines, comm.ep_size, channel.device)
         if channel.protocol == "fence":
             self.sentinel_limit = -1
         elif channel.protocol == "sentinel":
@@ -417,27 +418,6 @@ class _Launcher:
         else:
             row = spec.hidden_bytes + spec.scale_bytes + align(comm.hidden_size * 2)
             self.sentinel_limit = min(capacity.sentinel_tokens_per_rank, sentinel_limit(comm.ep_size, row, spec.top_k))
-
-    def _load(self, combines: list[dict[bool, Callable[..., None]]]) -> None:
-        """Run every kernel once on a workspace of its own whose error word is set, so that it does nothing.
-
-        CUDA loads a kernel at its first launch, which can wait for the GPU to go idle; a peer that spins would wait too.
-        """
-        device = self.comm.channel.device
-        dummy = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
-        dummy[STATE_ERROR] = 1
-        here = dummy.data_ptr()
-        peers = torch.full((self.comm.ep_size,), here, dtype=torch.int64, device=device)
-        base = [here, peers.data_ptr()]
-        far = 1 << 19
-        for sentinel, kernel in self.kernels.items():
-            slots = [far] * 4 + [0, 1] if sentinel else []
-            kernel(dummy, *base, here, *[here] * 4, 0, 0, *[far] * 4, *slots, 0, 0, 0, 0, 0, 1)
-        for kernels in combines:
-            for sentinel, kernel in kernels.items():
-                slots = [far, far, 0, 1] if sentinel else []
-                kernel(dummy, *base, far, here, 0, *slots, 0, 0, 0, 0, 1)
-        torch.cuda.synchronize(device)
 
     def run(
         self, sentinel: bool, hidden: torch.Tensor, scale: torch.Tensor | None, ids: torch.Tensor,
@@ -452,7 +432,7 @@ class _Launcher:
                 f"rank {comm.ep_rank}: runtime_max_tokens_per_rank is {t_hat}, but Sentinel's slots were sized for "
                 f"{self.sentinel_limit} (sentinel_tokens_per_rank)"
             )
-        rows = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes, spec.top_k)
+        rows = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes)
         told = (sentinel, t_hat, spec.hidden_bytes, spec.scale_bytes, spec.top_k, spec.num_experts, spec.has_weights)
         own_hash = zlib.crc32(repr((*told, comm._placement_hash)).encode())
         scalars = [
@@ -466,37 +446,11 @@ class _Launcher:
                 layout.offsets["present"], layout.offsets["meta"], layout.offsets["landing"], layout.offsets["escape"],
                 layout.landing_stride, layout.capacity.sentinel_tokens_per_rank,
             ]  # fmt: skip
-        grid = channel_grid(channel, max(1, t_hat if sentinel else tokens), spec.blocks_per_sm)
-        self.kernels[sentinel](
-            memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, grid
-        )  # fmt: skip
-
-
-def channel_grid(channel: OneSidedChannel, slots: int, blocks_per_sm: int) -> int:
-    """Blocks for ``slots`` slots: no more than are resident at once, since blocks wait for one another's peers."""
-    return min(slots, channel.max_blocks or channel.num_sms * blocks_per_sm)
-
-
-def compile_dispatch(spec: DispatchSpec, arch: str) -> dict[bool, Callable[..., None]]:
-    """Both protocols' dispatch kernels, by "is it Sentinel?"."""
-    from moe_layer.comm.fence import fence_dispatch
-    from moe_layer.comm.sentinel import sentinel_dispatch
-
-    return {
-        False: get_kernel(fence_dispatch, spec, FENCE_DISPATCH, arch),
-        True: get_kernel(sentinel_dispatch, spec, SENTINEL_DISPATCH, arch),
-    }
-
-
-def compile_combine(spec: CombineSpec, arch: str) -> dict[bool, Callable[..., None]]:
-    """Both protocols' combine kernels, by "is it Sentinel?"."""
-    from moe_layer.comm.fence import fence_combine
-    from moe_layer.comm.sentinel import sentinel_combine
-
-    return {
-        False: get_kernel(fence_combine, spec, FENCE_COMBINE, arch),
-        True: get_kernel(sentinel_combine, spec, SENTINEL_COMBINE, arch),
-    }
+        parts = sentinel_parts(t_hat, spec.vectors) if sentinel else FENCE
+        grid = grid_size(
+            t_hat if sentinel else tokens, parts, channel.max_blocks or channel.num_sms * spec.blocks_per_sm
+        )
+        self.kernels[parts](memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, grid)
 
 
 def _aligned_rows(tensor: torch.Tensor | None) -> tuple[Any, int]:

@@ -26,23 +26,36 @@ Shared memory: 1 word. Invariants: docs/protocols.md.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.comm import device as dev
-from moe_layer.comm.layout import META_STRIDE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
-from moe_layer.comm.routing import announce, destination_bits, load_expert, payload_source, sum_partials
+from moe_layer.comm.layout import MAX_PARTS, META_STRIDE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
+from moe_layer.comm.routing import (
+    PeerBases,
+    announce,
+    destination_bits,
+    load_routing,
+    payload_source,
+    row_address,
+    store_routing,
+    sum_partials,
+)
 from moe_layer.comm.spec import WARP
 from moe_layer.comm.status import ErrorCode, Phase
 
-# Header: bit 31 clear (never the sentinel), bit 30 a token follows, bit 29 some payload word was escaped, rest the
-# low 29 bits of the step's parameter hash.
+# Vectors a thread looks at before it waits for the first of them; more spill.
+FIRST_LOOKS = 4
+# Header: bit 31 clear (never the sentinel), bit 30 a token follows, bit 29 some payload word of the part was escaped,
+# rest the low 29 bits of the step's parameter hash.
 PRESENT, ESCAPED, HASH = 1 << 30, 1 << 29, (1 << 29) - 1
-# A meta slot's words: header, weight escapes (two half words, so that neither can equal the sentinel), then from word 4
-# top_k ids plus one, then top_k weights.
-META_ESCAPES, META_IDS = 4, 16
+# A meta slot: a header a part, then weight escapes in two half words (so that neither can equal the sentinel), then from
+# word 8 top_k ids plus one and top_k weights.
+META_ESCAPES, META_ROUTING = 4 * MAX_PARTS, 32
 
 
 @cute.kernel
@@ -50,7 +63,7 @@ def sentinel_dispatch_kernel(
     spec: cutlass.Constexpr,
     ws: Int64, peers: Int64, table: Int64,
     hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
-    to_hidden: Int64, to_scale: Int64, to_ids: Int64, to_weights: Int64,
+    to_hidden: Int64, to_scale: Int64, to_routing: Int64,
     present: Int64, meta: Int64, landing: Int64, escape: Int64, landing_stride: Int64,
     capacity: Int32, rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32,
 ):  # fmt: skip
@@ -64,6 +77,9 @@ def sentinel_dispatch_kernel(
     payload_threads = spec.payload_warps * WARP
     routing = warp == Int32(spec.payload_warps)
     phase = Uint32(Phase.SENTINEL_DISPATCH)
+    s = Uint32(dev.SENTINEL)
+    part = block % Int32(spec.parts)
+    leads = part == Int32(0)  # the first part also carries ids and weights
 
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -72,46 +88,39 @@ def sentinel_dispatch_kernel(
     # Two banks of meta slots: a rank that nothing is sent to may be a step behind when the next ids arrive.
     bank = meta + Int64(step & Uint32(1)) * (Int64(p * META_STRIDE) * Int64(capacity))
     alive = error == Uint32(0)
-
-    if routing and block == Int32(0):
-        announce(spec, ws, peers, rank, step, own_hash, placement, t_hat, lane)
-        if lane == Int32(0):
-            dev.store_u32(ws + STATE_STEP_COMBINE, step)
+    bases = PeerBases(peers, p)
 
     # T̂ = 0 still exchanges one empty slot, so that every step synchronizes.
     slots = t_hat if t_hat > Int32(0) else Int32(1)
-    for i in range(block, slots, grid):
-        # --- push ---------------------------------------------------------------------------------------------------
-        token = i if i < num_tokens else Int32(0)
+    for i in range(block // spec.parts, slots, grid // spec.parts):
+        # --- push ------------------------------------------------------------------------------------------------
         own_token = i < num_tokens
+        token = i if own_token else Int32(0)
         vectors = []
         for c in range_constexpr(spec.chunks):
-            v = tid + c * payload_threads
+            v = part_vector(spec, part, tid, c)
             at = payload_source(spec, v, token, hidden, scale, hidden_stride, scale_stride)
             vectors.append(dev.load_vector(at if own_token else ws))
-        expert = Int32(-1)
-        if own_token and lane < Int32(spec.top_k):
-            expert = load_expert(spec, ids, i * spec.top_k + lane)
-        target = dev.expert_rank(expert, spec.num_experts, p, table, spec.contiguous)
-        if target < Int32(0):
-            expert = Int32(-1)
+        expert, weight, target = load_routing(
+            spec, ids, weights, table, token, lane, Int32(1) if own_token else Int32(0)
+        )
         words = [destination_bits(target, w) for w in range(-(-p // WARP))]
         sends = []
         for r in range_constexpr(p):
             sends.append((words[r // WARP] >> Uint32(r % WARP)) & Uint32(1))
+        slot_here = Int64(rank) * Int64(capacity) + Int64(i)
 
         masks = []
         any_escape = Uint32(0)
         for c in range_constexpr(spec.chunks):
-            v = tid + c * payload_threads
             mask = Uint32(0)
-            if not routing and v < Int32(spec.vectors):
+            if not routing and part_vector(spec, part, tid, c) < Int32(spec.vectors):
                 mask = dev.sentinel_mask(*vectors[c])
             masks.append(mask)
             any_escape = any_escape | mask
         if not routing and alive:
             for c in range_constexpr(spec.chunks):
-                v = tid + c * payload_threads
+                v = part_vector(spec, part, tid, c)
                 if v < Int32(spec.vectors):
                     for r in range_constexpr(p):
                         if sends[r] != Uint32(0):
@@ -120,169 +129,159 @@ def sentinel_dispatch_kernel(
                                     row_address(spec, v, ws, to_hidden, to_scale, Int64(r * t_hat + i)), vectors[c]
                                 )
                             else:
-                                slot = Int64(rank) * Int64(capacity) + Int64(i)
                                 dev.store_vector_sys(
-                                    dev.load_i64(peers + r * 8) + landing + slot * landing_stride + Int64(v) * 16,
+                                    bases[r] + landing + slot_here * landing_stride + Int64(v) * 16,
                                     dev.flip_masked(masks[c], *vectors[c]),
                                 )
         escaped = dev.block_or(any_escape)
         if not routing and escaped != Uint32(0) and alive:
             for c in range_constexpr(spec.chunks):
-                v = tid + c * payload_threads
+                v = part_vector(spec, part, tid, c)
                 if v < Int32(spec.vectors):
                     for r in range_constexpr(p):
                         if sends[r] != Uint32(0) and rank != Int32(r):
-                            slot = Int64(rank) * Int64(capacity) + Int64(i)
-                            at = dev.load_i64(peers + r * 8) + escape + (slot * landing_stride + Int64(v) * 16) // 4
+                            at = bases[r] + escape + (slot_here * landing_stride + Int64(v) * 16) // 4
                             dev.store_u32_sys(at, masks[c])
         if routing and alive:
-            weight = Uint32(0)
+            weight_escapes = Uint32(0)
+            sent_weight = weight
             if const_expr(spec.has_weights):
-                if own_token and lane < Int32(spec.top_k):
-                    weight = dev.load_u32(weights + Int64(i * spec.top_k + lane) * 4)
-            weight_escapes = cute.arch.vote_ballot_sync(weight == Uint32(dev.SENTINEL))
-            sent_weight = dev.select(weight == Uint32(dev.SENTINEL), Uint32(dev.SENTINEL ^ 1), weight)
+                weight_escapes = cute.arch.vote_ballot_sync(weight == s)
+                sent_weight = dev.select(weight == s, s ^ Uint32(1), weight)
             header = own_hash & Uint32(HASH)
             full = header | Uint32(PRESENT)
             if escaped != Uint32(0):
                 full = full | Uint32(ESCAPED)
             for r in range_constexpr(p):
                 if rank != Int32(r):
-                    to = dev.load_i64(peers + r * 8) + bank + (Int64(rank) * Int64(capacity) + Int64(i)) * META_STRIDE
-                    if sends[r] != Uint32(0):
-                        if lane < Int32(spec.top_k):
-                            dev.store_u32_sys(to + META_IDS + Int64(lane) * 4, Uint32(expert + 1))
-                            if const_expr(spec.has_weights):
-                                dev.store_u32_sys(to + META_IDS + Int64(lane + spec.top_k) * 4, sent_weight)
-                        if const_expr(spec.has_weights):
-                            if lane == Int32(0):
-                                dev.store_u32_sys(to + META_ESCAPES, weight_escapes & Uint32(0xFFFF))
-                                dev.store_u32_sys(to + META_ESCAPES + 4, weight_escapes >> Uint32(16))
+                    to = bases[r] + bank + slot_here * META_STRIDE
                     if lane == Int32(0):
-                        dev.store_u32_sys(to, full if sends[r] != Uint32(0) else header)
-                else:
-                    row = Int64(r * t_hat + i)
-                    if lane < Int32(spec.top_k) and i < t_hat:
-                        own = sends[r] != Uint32(0)
-                        dev.store_u32(
-                            ws + to_ids + (row * spec.top_k + Int64(lane)) * 4, Uint32(expert if own else Int32(-1))
+                        dev.store_u32_sys(to + Int64(part) * 4, full if sends[r] != Uint32(0) else header)
+                    if leads and sends[r] != Uint32(0):
+                        store_routing(spec, to + META_ROUTING, Uint32(expert + 1), sent_weight, lane)
+                        if const_expr(spec.has_weights):
+                            if lane < Int32(2):
+                                half = (weight_escapes >> Uint32(16 * lane)) & Uint32(0xFFFF)
+                                dev.store_u32_sys(to + META_ESCAPES + Int64(lane) * 4, half)
+                elif leads:
+                    if i < t_hat:
+                        own = expert if sends[r] != Uint32(0) else Int32(-1)
+                        store_routing(
+                            spec, ws + to_routing + Int64(r * t_hat + i) * (8 * spec.top_k), Uint32(own), weight, lane
                         )
-                        if const_expr(spec.has_weights):
-                            dev.store_u32(ws + to_weights + (row * spec.top_k + Int64(lane)) * 4, weight)
-            for w in range_constexpr(-(-p // WARP)):
-                r = lane + w * WARP
-                if r < Int32(p) and own_token:
-                    slot = i if (words[w] >> Uint32(lane)) & Uint32(1) != Uint32(0) else Int32(-1)
-                    dev.store_u32(ws + sync.end + Int64(i * p + r) * 4, Uint32(slot))
-
-        # --- receive: a first look at everything, then source by source ---------------------------------------------------
-        headers = []
-        looks = []
-        for r in range_constexpr(p):
-            slot = Int64(r) * Int64(capacity) + Int64(i)
-            headers.append(dev.load_u32_sys(ws + bank + slot * META_STRIDE))
-            of_source = []
-            for c in range_constexpr(spec.chunks):
-                v = tid + c * payload_threads
-                of_source.append(dev.load_vector_sys(ws + landing + slot * landing_stride + Int64(v) * 16
-                                               if v < Int32(spec.vectors) else ws))  # fmt: skip
-            looks.append(of_source)
-        for r in range_constexpr(p):
-            if rank != Int32(r):
-                slot = Int64(r) * Int64(capacity) + Int64(i)
-                told = ws + sync.announcements + r * 8
-                header = headers[r]
-                if alive:
-                    header = dev.poll_word(
-                        header, ws + bank + slot * META_STRIDE, told, ws, phase, Uint32(r), step, own_hash
-                    )
-                    if header == Uint32(dev.SENTINEL):
-                        header = Uint32(0)
-                    elif (header ^ own_hash) & Uint32(HASH) != Uint32(0):
-                        dev.record_error(ws, Uint32(ErrorCode.MISMATCH), phase, Uint32(r), step, header & Uint32(HASH))
-                        header = Uint32(0)
-                else:
-                    header = Uint32(0)
-                arrives = header & Uint32(PRESENT) != Uint32(0)
-                row = Int64(r * t_hat + i)
-                if routing:
-                    receive_routing(
-                        spec, ws, bank + slot * META_STRIDE, told, to_ids, to_weights, row, phase, Uint32(r), step, own_hash,
-                        lane, arrives, i < t_hat,
-                    )  # fmt: skip
                     if lane == Int32(0):
-                        dev.store_u32(ws + present + Int64(r * capacity + i) * 4, header)
-                elif arrives:
-                    for c in range_constexpr(spec.chunks):
-                        v = tid + c * payload_threads
-                        if v < Int32(spec.vectors):
-                            at = ws + landing + slot * landing_stride + Int64(v) * 16
-                            a, b, d, e = dev.poll_vector(*looks[r][c], at, told, ws, phase, Uint32(r), step, own_hash)
-                            if header & Uint32(ESCAPED) != Uint32(0):
-                                word = ws + escape + (slot * landing_stride + Int64(v) * 16) // 4
-                                mask = dev.poll_word(
-                                    dev.load_u32_sys(word), word, told, ws, phase, Uint32(r), step, own_hash
-                                )
-                                dev.store_u32(word, Uint32(dev.SENTINEL))
-                                a, b, d, e = dev.flip_masked(mask, a, b, d, e)
-                            dev.store_vector(row_address(spec, v, ws, to_hidden, to_scale, row), (a, b, d, e))
-                            s = Uint32(dev.SENTINEL)
-                            dev.store_vector(at, (s, s, s, s))
+                        dev.store_u32(ws + present + Int64(r * capacity + i) * 4, sends[r] * Uint32(PRESENT))
+            if leads and own_token:
+                for w in range_constexpr(-(-p // WARP)):
+                    r = lane + w * WARP
+                    if r < Int32(p):
+                        taken = i if (words[w] >> Uint32(lane)) & Uint32(1) != Uint32(0) else Int32(-1)
+                        dev.store_u32(ws + sync.end + Int64(i * p + r) * 4, Uint32(taken))
+        if routing and block == Int32(0) and i == Int32(0):
+            announce(spec, ws, peers, rank, step, own_hash, placement, t_hat, lane)
+            if lane == Int32(0):
+                dev.store_u32(ws + STATE_STEP_COMBINE, step)
+
+        # --- receive: a first look at a batch of sources, then source by source ---------------------------------------
+        batch = max(1, FIRST_LOOKS // spec.chunks)
+        for first in range_constexpr(0, p, batch):
+            headers = []
+            looks = []
+            for r in range_constexpr(first, min(p, first + batch)):
+                slot = Int64(r) * Int64(capacity) + Int64(i)
+                headers.append(dev.load_u32_sys(ws + bank + slot * META_STRIDE + Int64(part) * 4))
+                for c in range_constexpr(spec.chunks):
+                    v = part_vector(spec, part, tid, c)
+                    at = ws + landing + slot * landing_stride + Int64(v) * 16
+                    looks.append(dev.load_vector_sys(at if v < Int32(spec.vectors) else ws))
+            for r in range_constexpr(first, min(p, first + batch)):
+                if rank != Int32(r):
+                    slot = Int64(r) * Int64(capacity) + Int64(i)
+                    told = ws + sync.announcements + r * 8
+                    header = headers[r - first]
+                    if alive:
+                        at = ws + bank + slot * META_STRIDE + Int64(part) * 4
+                        header = dev.poll_word(header, at, told, ws, phase, Uint32(r), step, own_hash)
+                        if header == s:
+                            header = Uint32(0)
+                        elif (header ^ own_hash) & Uint32(HASH) != Uint32(0):
+                            dev.record_error(
+                                ws, Uint32(ErrorCode.MISMATCH), phase, Uint32(r), step, header & Uint32(HASH)
+                            )
+                            header = Uint32(0)
+                    else:
+                        header = Uint32(0)
+                    arrives = header & Uint32(PRESENT) != Uint32(0)
+                    row = Int64(r * t_hat + i)
+                    if routing:
+                        if leads:
+                            receive_routing(
+                                spec, ws, bank + slot * META_STRIDE, told, to_routing, row, phase, Uint32(r), step,
+                                own_hash, lane, arrives, i < t_hat,
+                            )  # fmt: skip
+                            if lane == Int32(0):
+                                dev.store_u32(ws + present + Int64(r * capacity + i) * 4, header)
+                    elif arrives:
+                        for c in range_constexpr(spec.chunks):
+                            v = part_vector(spec, part, tid, c)
+                            if v < Int32(spec.vectors):
+                                at = ws + landing + slot * landing_stride + Int64(v) * 16
+                                look = looks[(r - first) * spec.chunks + c]
+                                a, b, d, e = dev.poll_vector(*look, at, told, ws, phase, Uint32(r), step, own_hash)
+                                if header & Uint32(ESCAPED) != Uint32(0):
+                                    word = ws + escape + (slot * landing_stride + Int64(v) * 16) // 4
+                                    mask = dev.poll_word(
+                                        dev.load_u32_sys(word), word, told, ws, phase, Uint32(r), step, own_hash
+                                    )
+                                    dev.store_u32(word, s)
+                                    a, b, d, e = dev.flip_masked(mask, a, b, d, e)
+                                dev.store_vector(row_address(spec, v, ws, to_hidden, to_scale, row), (a, b, d, e))
+                                dev.store_vector(at, (s, s, s, s))
         cute.arch.sync_threads()
         if routing and alive:
             for r in range(lane, p, WARP):
                 slot = Int64(r) * Int64(capacity) + Int64(i)
-                if rank != Int32(r):
-                    dev.store_u32(ws + bank + slot * META_STRIDE, Uint32(dev.SENTINEL))
-                else:
-                    sent_here = (words[0] >> Uint32(lane)) & Uint32(1)
-                    for w in range_constexpr(1, -(-p // WARP)):
-                        if r >= Int32(w * WARP):
-                            sent_here = (words[w] >> Uint32(lane)) & Uint32(1)
-                    dev.store_u32(ws + present + Int64(r * capacity + i) * 4, sent_here * Uint32(PRESENT))
+                dev.store_u32(ws + bank + slot * META_STRIDE + Int64(part) * 4, s)
 
 
-@cute.jit
-def row_address(spec: cutlass.Constexpr, v: Int32, base: Int64, to_hidden: Int64, to_scale: Int64, row: Int64) -> Int64:
-    """Address of vector v of a row of the dispatch workspace at ``base``."""
-    at = base + to_hidden + row * spec.hidden_bytes + Int64(v) * 16
-    if const_expr(spec.scale_bytes > 0):
-        if v >= Int32(spec.hidden_vectors):
-            at = base + to_scale + row * spec.scale_bytes + Int64(v - spec.hidden_vectors) * 16
-    return at
+def part_vector(spec: Any, part: Int32, tid: Int32, chunk: int) -> Int32:
+    """The vector of chunk ``chunk`` of thread ``tid`` of a part; past the part's end, past the row's."""
+    local = tid + chunk * spec.payload_warps * WARP
+    if spec.parts == 1:
+        return local
+    return dev.select_i32(local < Int32(spec.part_vectors), part * spec.part_vectors + local, Int32(spec.vectors))
 
 
 @cute.jit
 def receive_routing(
-    spec: cutlass.Constexpr, ws: Int64, slot: Int64, told: Int64, to_ids: Int64, to_weights: Int64, row: Int64,
-    phase: Uint32, r: Uint32, step: Uint32, own_hash: Uint32, lane: Int32, arrives: cutlass.Boolean, in_range: cutlass.Boolean,
+    spec: cutlass.Constexpr, ws: Int64, slot: Int64, told: Int64, to_routing: Int64, row: Int64, phase: Uint32, r: Uint32,
+    step: Uint32, own_hash: Uint32, lane: Int32, arrives: cutlass.Boolean, in_range: cutlass.Boolean,
 ):  # fmt: skip
     """The routing warp's part of a slot: poll, copy out and reset ids and weights, or mark the slot empty."""
-    expert = Uint32(0)
     s = Uint32(dev.SENTINEL)
+    to = ws + to_routing + row * (8 * spec.top_k)
+    words = 2 * spec.top_k if spec.has_weights else spec.top_k
     if arrives:
-        if lane < Int32(spec.top_k):
-            at = ws + slot + META_IDS + Int64(lane) * 4
-            expert = dev.poll_word(dev.load_u32_sys(at), at, told, ws, phase, r, step, own_hash)
-            dev.store_u32(at, s)
-            if const_expr(spec.has_weights):
-                at = at + spec.top_k * 4
-                weight = dev.poll_word(dev.load_u32_sys(at), at, told, ws, phase, r, step, own_hash)
-                half = ws + slot + META_ESCAPES + Int64(lane // 16) * 4
-                escapes = dev.poll_word(dev.load_u32_sys(half), half, told, ws, phase, r, step, own_hash)
-                if (escapes >> Uint32(lane % 16)) & Uint32(1) != Uint32(0):
-                    weight = weight ^ Uint32(1)
-                dev.store_u32(at, s)
-                dev.store_u32(ws + to_weights + (row * spec.top_k + Int64(lane)) * 4, weight)
+        escapes = Uint32(0)
         if const_expr(spec.has_weights):
-            cute.arch.sync_warp()
+            half = ws + slot + META_ESCAPES + Int64(lane % 2) * 4
+            own_half = dev.poll_word(dev.load_u32_sys(half), half, told, ws, phase, r, step, own_hash)
+            escapes = cute.arch.shuffle_sync(own_half, 0) | (cute.arch.shuffle_sync(own_half, 1) << Uint32(16))
             if lane < Int32(2):
-                # With top_k ≤ 16 no lane above has waited for the upper half.
-                half = ws + slot + META_ESCAPES + Int64(lane) * 4
-                dev.poll_word(dev.load_u32_sys(half), half, told, ws, phase, r, step, own_hash)
                 dev.store_u32(half, s)
-    if lane < Int32(spec.top_k) and in_range:
-        dev.store_u32(ws + to_ids + (row * spec.top_k + Int64(lane)) * 4, expert - Uint32(1))
+        # The sender's lane of weight j, whose bit says that it was escaped: see load_routing.
+        shift = spec.top_k if spec.top_k <= WARP // 2 else 0
+        for j in range(lane, words, WARP):
+            at = ws + slot + META_ROUTING + Int64(j) * 4
+            word = dev.poll_word(dev.load_u32_sys(at), at, told, ws, phase, r, step, own_hash)
+            dev.store_u32(at, s)
+            if j < Int32(spec.top_k):
+                word = word - Uint32(1)
+            elif (escapes >> Uint32(j - spec.top_k + shift)) & Uint32(1) != Uint32(0):
+                word = s
+            dev.store_u32(to + Int64(j) * 4, word)
+    elif in_range and lane < Int32(spec.top_k):
+        dev.store_u32(to + Int64(lane) * 4, s)
 
 
 @cute.jit
@@ -291,7 +290,7 @@ def sentinel_dispatch(
     anchor: cute.Tensor,
     ws: Int64, peers: Int64, table: Int64,
     hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
-    to_hidden: Int64, to_scale: Int64, to_ids: Int64, to_weights: Int64,
+    to_hidden: Int64, to_scale: Int64, to_routing: Int64,
     present: Int64, meta: Int64, landing: Int64, escape: Int64, landing_stride: Int64,
     capacity: Int32, rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32, grid: Int32,
     stream: cuda.CUstream,
@@ -299,7 +298,7 @@ def sentinel_dispatch(
     """Launch :func:`sentinel_dispatch_kernel` on ``anchor``'s current stream."""
     sentinel_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
-        to_hidden, to_scale, to_ids, to_weights, present, meta, landing, escape, landing_stride,
+        to_hidden, to_scale, to_routing, present, meta, landing, escape, landing_stride,
         capacity, rank, num_tokens, t_hat, own_hash, placement,
     ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
 
@@ -318,7 +317,6 @@ def sentinel_combine_kernel(
     lane = tid % WARP
     p = spec.ep_size
     sync = SyncOffsets(p)
-    payload_threads = spec.payload_warps * WARP
     phase = Uint32(Phase.SENTINEL_COMBINE)
     s = Uint32(dev.SENTINEL)
 
@@ -326,6 +324,8 @@ def sentinel_combine_kernel(
     cute.arch.griddepcontrol_launch_dependents()
     _, step, error, _ = dev.load_vector(ws)
     alive = error == Uint32(0)
+    bases = PeerBases(peers, p)
+    part = block % Int32(spec.parts)
 
     if warp == Int32(spec.payload_warps):
         if block == Int32(0):
@@ -338,7 +338,7 @@ def sentinel_combine_kernel(
                     peer = dev.load_i64(peers + Int64(r) * 8)
                     dev.store_u64_sys(peer + sync.combine_flags + Int64(rank) * 8, dev.flag_word(step, own_code))
     else:
-        for i in range(block, t_hat, grid):
+        for i in range(block // spec.parts, t_hat, grid // spec.parts):
             arrived = []
             for r in range_constexpr(p):
                 arrived.append(dev.load_u32(ws + present + Int64(r * capacity + i) * 4) & Uint32(PRESENT))
@@ -349,20 +349,19 @@ def sentinel_combine_kernel(
                     slot = Int32(dev.load_u32(ws + sync.end + Int64(i * p + r) * 4))
                 mine.append(slot >= Int32(0))
             for c in range_constexpr(spec.chunks):
-                v = tid + c * payload_threads
+                v = part_vector(spec, part, tid, c)
                 if v < Int32(spec.vectors):
                     for r in range_constexpr(p):
+                        x = dev.load_vector(
+                            ws + from_partials + Int64(r * t_hat + i) * spec.combine_bytes + Int64(v) * 16
+                        )
                         if rank != Int32(r) and arrived[r] != Uint32(0) and alive:
-                            x = dev.load_vector(
-                                ws + from_partials + Int64(r * t_hat + i) * spec.combine_bytes + Int64(v) * 16
-                            )
                             slot_address = (
-                                dev.load_i64(peers + r * 8) + partials
-                                + (Int64(i) * p + Int64(rank)) * partial_stride + Int64(v) * 16
-                            )  # fmt: skip
+                                bases[r] + partials + (Int64(i) * p + Int64(rank)) * partial_stride + Int64(v) * 16
+                            )
                             dev.store_vector_sys(slot_address, [dev.other_nan(w, spec.element_bytes) for w in x])
             for c in range_constexpr(spec.chunks):
-                v = tid + c * payload_threads
+                v = part_vector(spec, part, tid, c)
                 if v < Int32(spec.vectors) and i < num_tokens:
                     loaded = []
                     for r in range_constexpr(p):

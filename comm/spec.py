@@ -27,6 +27,7 @@ class DispatchSpec:
         hidden_bytes, scale_bytes: payload row lengths, multiples of 16 (the caller pads others); 0 scale bytes for none.
         has_weights: whether router weights travel.
         id_bytes: 4 or 8, the width of the ids passed in.
+        parts: blocks that share a token (Sentinel at few tokens), each with its own stretch of the row.
     """
 
     ep_size: int
@@ -37,6 +38,7 @@ class DispatchSpec:
     scale_bytes: int
     has_weights: bool
     id_bytes: int
+    parts: int = 1
 
     @property
     def hidden_vectors(self) -> int:
@@ -48,13 +50,18 @@ class DispatchSpec:
         return (self.hidden_bytes + self.scale_bytes) // VECTOR_BYTES
 
     @property
+    def part_vectors(self) -> int:
+        """Vectors of one part."""
+        return -(-self.vectors // self.parts)
+
+    @property
     def payload_warps(self) -> int:
-        return _warps(self.vectors, MAX_PAYLOAD_WARPS)
+        return _warps(self.part_vectors, MAX_PAYLOAD_WARPS)
 
     @property
     def chunks(self) -> int:
         """Vectors a payload thread holds."""
-        return -(-self.vectors // (self.payload_warps * WARP))
+        return -(-self.part_vectors // (self.payload_warps * WARP))
 
     @property
     def threads(self) -> int:
@@ -74,24 +81,31 @@ class CombineSpec:
         combine_bytes: row length of the partial results, a multiple of 16.
         element_bytes: 2 (BF16) or 4 (FP32) partial results.
         output_bytes: 2 or 4, the element width of the output.
+        parts: blocks that share a token.
     """
 
     ep_size: int
     combine_bytes: int
     element_bytes: int
     output_bytes: int
+    parts: int = 1
 
     @property
     def vectors(self) -> int:
         return self.combine_bytes // VECTOR_BYTES
 
     @property
+    def part_vectors(self) -> int:
+        """Vectors of one part."""
+        return -(-self.vectors // self.parts)
+
+    @property
     def payload_warps(self) -> int:
-        return _warps(self.vectors, MAX_PAYLOAD_WARPS)
+        return _warps(self.part_vectors, MAX_PAYLOAD_WARPS)
 
     @property
     def chunks(self) -> int:
-        return -(-self.vectors // (self.payload_warps * WARP))
+        return -(-self.part_vectors // (self.payload_warps * WARP))
 
     @property
     def threads(self) -> int:

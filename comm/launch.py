@@ -1,0 +1,78 @@
+"""Compiling, loading and sizing the one-sided kernels.
+
+A family of kernels is a dict from variant to launch function: :data:`FENCE`, or Sentinel's number of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from moe_layer.comm.layout import MAX_PARTS, STATE_ERROR
+from moe_layer.comm.spec import CombineSpec, DispatchSpec
+from moe_layer.kernel_cache import get_kernel
+
+Kernels = dict[int, Callable[..., None]]
+FENCE = 0
+# Scalars of the launch functions, a letter each (kernel_cache.get_kernel).
+FENCE_DISPATCH, FENCE_COMBINE = "lll" + "llllll" + "lll" + "iiiuui", "lllll" + "iiiui"
+SENTINEL_DISPATCH, SENTINEL_COMBINE = "lll" + "llllll" + "lll" + "lllll" + "iiiiuui", "lllll" + "llli" + "iiiui"
+# With few tokens a GPU has multiprocessors to spare, and one of them moves a row no faster than its own stores go:
+# up to this T̂ (a quarter of the multiprocessors of an H200) MAX_PARTS blocks share a token. Measured in docs/performance.md.
+PARTS_UP_TO_TOKENS = 32
+
+
+def sentinel_parts(t_hat: int, vectors: int) -> int:
+    """Blocks that share a Sentinel slot; the same on every rank, since T̂ and the widths are."""
+    return MAX_PARTS if t_hat <= PARTS_UP_TO_TOKENS and vectors >= 32 * MAX_PARTS else 1
+
+
+def grid_size(slots: int, parts: int, resident: int) -> int:
+    """Blocks for ``slots`` slots: no more than are resident at once, since blocks wait for one another's peers."""
+    share = max(1, parts)
+    return max(1, min(slots, resident // share)) * share
+
+
+def dispatch_kernels(spec: DispatchSpec, arch: str) -> Kernels:
+    """Every dispatch kernel of a layer."""
+    from moe_layer.comm.fence import fence_dispatch
+    from moe_layer.comm.sentinel import sentinel_dispatch
+
+    kernels = {FENCE: get_kernel(fence_dispatch, spec, FENCE_DISPATCH, arch)}
+    for parts in (1, MAX_PARTS):
+        kernels[parts] = get_kernel(sentinel_dispatch, replace(spec, parts=parts), SENTINEL_DISPATCH, arch)
+    return kernels
+
+
+def combine_kernels(spec: CombineSpec, arch: str) -> Kernels:
+    """Every combine kernel of a layer for one pair of dtypes."""
+    from moe_layer.comm.fence import fence_combine
+    from moe_layer.comm.sentinel import sentinel_combine
+
+    kernels = {FENCE: get_kernel(fence_combine, spec, FENCE_COMBINE, arch)}
+    for parts in (1, MAX_PARTS):
+        kernels[parts] = get_kernel(sentinel_combine, replace(spec, parts=parts), SENTINEL_COMBINE, arch)
+    return kernels
+
+
+def load_kernels(dispatch: Kernels, combines: list[Kernels], ep_size: int, device: torch.device) -> None:
+    """Run every kernel once on a workspace of its own whose error word is set, so that it does nothing.
+
+    CUDA loads a kernel at its first launch, which can wait for the GPU to go idle, and so for a peer that spins.
+    """
+    scratch = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    scratch[STATE_ERROR] = 1
+    here = scratch.data_ptr()
+    far = 1 << 19  # region offset, past what a kernel reads at the start of each
+    peers = torch.full((ep_size,), here, dtype=torch.int64, device=device)
+    base = [here, peers.data_ptr()]
+    for variant, kernel in dispatch.items():
+        regions = [] if variant == FENCE else [far] * 4 + [0, 1]
+        kernel(scratch, *base, here, *[here] * 4, 0, 0, *[far] * 3, *regions, 0, 0, 0, 0, 0, max(1, variant))
+    for combine in combines:
+        for variant, kernel in combine.items():
+            regions = [] if variant == FENCE else [far, far, 0, 1]
+            kernel(scratch, *base, far, here, 0, *regions, 0, 0, 0, 0, max(1, variant))
+    torch.cuda.synchronize(device)
