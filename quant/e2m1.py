@@ -9,6 +9,7 @@ import torch
 
 MAX = 6.0
 MAX_EXPONENT = 2  # of the binade that holds MAX
+_BIAS, _MANTISSA_BITS, _EXPONENT_MASK = 127, 23, 0x7F800000  # of fp32
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
@@ -17,17 +18,18 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     The sign of zero is kept, also of values that round to zero. NaN has no code and becomes +0: formats mark it in the
     block's scale.
     """
-    x = x.nan_to_num(nan=0.0)
-    magnitude = x.abs()
-    # Each value is half a code step past the midpoints below it; a tie goes to the even code, hence > and ≥ in turn.
-    code = (magnitude > 0.25).to(torch.uint8)
-    code += magnitude >= 0.75
-    code += magnitude > 1.25
-    code += magnitude >= 1.75
-    code += magnitude > 2.5
-    code += magnitude >= 3.5
-    code += magnitude > 5.0
-    return code | (x.signbit().to(torch.uint8) << 3)
+    x = x.nan_to_num(nan=0.0)  # a copy, so that what follows may work in place
+    magnitude = x.abs().clamp_(max=MAX)
+    # Codes are half a binade apart: 0.5 below 2, then 1, then 2. Adding 2**22 binades leaves the magnitude's number of
+    # such steps in the sum's lowest bits, rounded to nearest even by the addition itself. (Comparing with the seven
+    # midpoints takes 1.7 times as long on a CPU.)
+    binade = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT_MASK)  # the bits of 1, 2 or 4
+    shift = binade + (22 << _MANTISSA_BITS)
+    code = magnitude.add_(shift.view(torch.float32)).view(torch.int32).sub_(shift)
+    # Each binade above 1 starts two codes later: add twice the exponent, less twice that of 1.
+    code.add_(binade.bitwise_right_shift_(_MANTISSA_BITS - 1)).sub_(2 * _BIAS)
+    sign = x.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
+    return code.bitwise_or_(sign).to(torch.uint8)
 
 
 def values(device: torch.device) -> torch.Tensor:

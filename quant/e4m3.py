@@ -21,7 +21,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     NaN and ±infinity become NaN (0x7F), so that they stay visible. The sign of zero is kept.
     """
     # torch's cast rounds to nearest even, but whether it saturates or gives NaN above 464 depends on its version.
-    return torch.where(x.isfinite(), x.clamp(-MAX, MAX), math.nan).to(torch.float8_e4m3fn)
+    return torch.where(x.abs() < math.inf, x.clamp(-MAX, MAX), math.nan).to(torch.float8_e4m3fn)
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Two 4-bit codes a byte: the low nibble is the even column, as every checkpoint of models.md stores them.
+"""Two 4-bit codes a byte: the low nibble is the even column, as in every checkpoint that the library reads.
 
 A row of odd length ends in a byte whose high nibble is zero.
 """
