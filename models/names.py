@@ -45,6 +45,8 @@ _MLP = Layout("model.layers.{layer}.mlp")
 # transformers' own names for models whose releases use others; experts are fused there
 _MLP_W = Layout("model.layers.{layer}.mlp", routed=_W)
 _V4 = Layout("layers.{layer}.ffn", routed=_W, shared=_W, bias="gate.bias")
+# what transformers' save_pretrained writes of it
+_V4_SAVED = Layout("model.layers.{layer}.ffn", routed=_W, shared=_W, bias="gate.bias")
 _MULTIMODAL = (
     Layout("language_model.model.layers.{layer}.mlp"),
     Layout("model.language_model.layers.{layer}.mlp"),
@@ -55,7 +57,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "deepseek_v2": (_MLP,),
     "deepseek_v3": (_MLP,),
     "deepseek_v32": (_MLP,),
-    "deepseek_v4": (_V4, _MLP_W),
+    "deepseek_v4": (_V4, _V4_SAVED, _MLP_W),
     "deepseek_v41": (_V4, _MLP_W),
     "glm4_moe": (_MLP,),
     "kimi_k2": (_MLP,),
