@@ -70,6 +70,15 @@ class ExpertParallelComm(ABC):
     def ep_size(self) -> int:
         return self.channel.ep_size
 
+    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:
+        """Announce the longest rows that this layer will send, for transports that size their buffers once.
+
+        Args:
+            hidden_bytes, scale_bytes: bytes of one payload row and of its scales.
+            top_k: experts a token.
+            element_bytes: 2 for BF16 partial results, 4 for FP32.
+        """
+
     @abstractmethod
     def dispatch(
         self,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_layer.comm.base import ExpertParallelComm
-from moe_layer.errors import CapacityError, CommunicationError, ConfigError
+from moe_layer.errors import CapacityError, CommunicationError, ConfigError, UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from moe_layer.comm.placement import ExpertPlacement
@@ -131,24 +131,57 @@ def create_channel(
     max_tokens_per_rank: int = 4096,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
+    fp8_combine: bool = False,
 ) -> Channel:
-    """The channel for ``protocol``; ``auto`` takes loopback for one rank, else the fastest this machine can run.
+    """The channel for ``protocol``; ``auto`` takes the fastest that the group can run. Collective over the group.
+
+    Args:
+        group: the ranks, or None for this process alone.
+        protocol: ``auto``: loopback for one rank; on GPUs of one host that reach each other's memory Sentinel and Fence,
+            by the measured crossover in T̂; else collective. Or one of these by name.
+        max_tokens_per_rank, timeout_s: see :class:`Channel`.
+        device: where the layers run; None: the current GPU where there is one.
+        fp8_combine: Fence returns partial results as E4M3 (see ``OneSidedChannel``).
 
     Raises:
-        ConfigError: an unknown protocol, or one that the group's size rules out.
-        UnsupportedDeviceError: a protocol that this machine cannot run.
+        ConfigError: an unknown protocol, or one that the group's size or another option rules out.
+        UnsupportedDeviceError: a protocol that this group cannot run; says what would run instead.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"unknown protocol {protocol!r}; known: {', '.join(PROTOCOLS)}")
     ep_size = dist.get_world_size(group) if group is not None else 1
-    if protocol == "auto":
-        protocol = "loopback" if ep_size == 1 else "collective"
-    if protocol == "loopback":
-        if ep_size != 1:
-            raise ConfigError(f"protocol 'loopback' serves one rank, but the group has {ep_size}")
+    if protocol == "loopback" and ep_size != 1:
+        raise ConfigError(f"protocol 'loopback' serves one rank, but the group has {ep_size}")
+    if protocol == "loopback" or (protocol == "auto" and ep_size == 1):
         from moe_layer.comm.loopback import LoopbackChannel
 
         return LoopbackChannel(max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
+    if protocol != "collective":
+        from moe_layer.comm.feasible import one_sided_obstacle
+
+        if group is None:
+            raise ConfigError(f"protocol {protocol!r} needs a group; one process alone runs 'loopback'")
+        place = torch.device(device) if device is not None else None
+        if torch.cuda.is_available() and (place is None or (place.type == "cuda" and place.index is None)):
+            place = torch.device("cuda", torch.cuda.current_device())
+        obstacle = one_sided_obstacle(group, place)
+        if obstacle is None:
+            from moe_layer.comm.onesided import OneSidedChannel
+
+            return OneSidedChannel(
+                group,
+                protocol=protocol,
+                max_tokens_per_rank=max_tokens_per_rank,
+                timeout_s=timeout_s,
+                device=place,
+                fp8_combine=fp8_combine,
+            )
+        if protocol != "auto":
+            raise UnsupportedDeviceError(
+                f"protocol {protocol!r} cannot run: {obstacle}; protocol='collective' works there"
+            )
+    if fp8_combine:
+        raise ConfigError("fp8_combine is for the one-sided protocols, but this group runs 'collective'")
     from moe_layer.comm.collective import CollectiveChannel
 
     return CollectiveChannel(group, max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)

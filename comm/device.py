@@ -324,6 +324,35 @@ def f32_pair_to_bf16(lo: Float32, hi: Float32) -> Uint32:
     return inline_ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[lo, hi])
 
 
+def widen_word(word: Uint32, element_bytes: int) -> list[Float32]:
+    """The FP32 values of a word of FP32, BF16 or E4M3 elements, lowest address first; exact."""
+    if element_bytes == 4:
+        return [bits_to_f32(word)]
+    if element_bytes == 2:
+        return list(bf16_pair_to_f32(word))
+    values: list[Float32] = []
+    for half in (word & Uint32(0xFFFF), word >> Uint32(16)):
+        values += inline_ptx(
+            "{\n.reg .b32 h;\n.reg .b16 e, a, b;\ncvt.u16.u32 e, {$r0};\ncvt.rn.f16x2.e4m3x2 h, e;\n"
+            "mov.b32 {a, b}, h;\ncvt.f32.f16 {$w0}, a;\ncvt.f32.f16 {$w1}, b;\n}",
+            write_only_types=[Float32, Float32],
+            read_only_args=[half],
+        )
+    return values
+
+
+def narrow_pairs_to_e4m3(low_pair: Uint32, high_pair: Uint32) -> Uint32:
+    """Two words of BF16 pairs → a word of four E4M3, round to nearest even, saturating; NaN stays NaN."""
+    a, b = bf16_pair_to_f32(low_pair)
+    c, d = bf16_pair_to_f32(high_pair)
+    return inline_ptx(
+        "{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2};\nmov.b32 {$w0}, {lo, hi};\n}",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )
+
+
 def bits_to_f32(word: Uint32) -> Float32:
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 

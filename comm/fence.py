@@ -8,8 +8,9 @@ Dispatch. ``grid`` blocks of ``payload_warps + 1`` warps; block b serves tokens 
     barriers        one a token passes the slots through shared memory (double-buffered by token parity), two at the end
 
 The last block to finish (acq_rel atomic; a grid of one needs none) releases once at system scope and stores one 64-bit
-word to each peer: the step above, the slot count below, so count and flag arrive together. Every block then acquires
-all peers' words and invalidates its share of the ids past the counts. So neither a counter-reset nor a sanitizing
+word to each peer: the step above, the slot count below, so count and flag arrive together. The last ``waiters`` blocks
+(no more than are resident at one a multiprocessor; blocks before them have left) acquire all peers' words and
+invalidate their shares of the ids past the counts. So neither a counter-reset nor a sanitizing
 kernel is launched: two launches a step instead of the public implementation's five.
 
 Combine. Block 0 announces with a release that this rank's partial results are written and resets the counters for the
@@ -51,7 +52,7 @@ def fence_dispatch_kernel(
     ws: Int64, peers: Int64, table: Int64,
     hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
     to_hidden: Int64, to_scale: Int64, to_routing: Int64,
-    rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32,
+    rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32, waiters: Int32,
 ):  # fmt: skip
     tid = cute.arch.thread_idx()[0]
     block = cute.arch.block_idx()[0]
@@ -133,6 +134,8 @@ def fence_dispatch_kernel(
                 count = dev.load_u32_sys(ws + sync.counters + Int64(r) * 4)
                 peer = dev.load_i64(peers + Int64(r) * 8)
                 dev.store_u64_sys(peer + sync.dispatch_flags + Int64(rank) * 8, dev.flag_word(step, count))
+    waiter = block - (grid - waiters)
+    if routing and waiter >= Int32(0):
         for r in range(lane, p, WARP):
             count = Int32(0)
             if alive:
@@ -151,11 +154,13 @@ def fence_dispatch_kernel(
                         )
             shared[r] = count
     cute.arch.sync_threads()
-    for r in range_constexpr(p):
-        count = shared[r]
-        for w in range(block * spec.threads + tid, (t_hat - count) * spec.top_k, grid * spec.threads):
-            row = Int64(r * t_hat + count + w // spec.top_k)
-            dev.store_u32(ws + to_routing + (row * (2 * spec.top_k) + Int64(w % spec.top_k)) * 4, Uint32(0xFFFFFFFF))
+    if waiter >= Int32(0):
+        for r in range_constexpr(p):
+            count = shared[r]
+            for w in range(waiter * spec.threads + tid, (t_hat - count) * spec.top_k, waiters * spec.threads):
+                row = Int64(r * t_hat + count + w // spec.top_k)
+                at = ws + to_routing + (row * (2 * spec.top_k) + Int64(w % spec.top_k)) * 4
+                dev.store_u32(at, Uint32(0xFFFFFFFF))
 
 
 @cute.jit
@@ -165,13 +170,13 @@ def fence_dispatch(
     ws: Int64, peers: Int64, table: Int64,
     hidden: Int64, scale: Int64, ids: Int64, weights: Int64, hidden_stride: Int64, scale_stride: Int64,
     to_hidden: Int64, to_scale: Int64, to_routing: Int64,
-    rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32, grid: Int32,
+    rank: Int32, num_tokens: Int32, t_hat: Int32, own_hash: Uint32, placement: Uint32, waiters: Int32, grid: Int32,
     stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`fence_dispatch_kernel` on ``anchor``'s current stream."""
     fence_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
-        to_hidden, to_scale, to_routing, rank, num_tokens, t_hat, own_hash, placement,
+        to_hidden, to_scale, to_routing, rank, num_tokens, t_hat, own_hash, placement, waiters,
     ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
 
@@ -236,8 +241,8 @@ def fence_combine_kernel(
             if i != block:
                 slot = Int32(dev.load_u32(ws + sync.end + Int64(i * p + r) * 4))
             slots.append(slot if everyone_here else Int32(-1))
-        for c in range_constexpr(spec.chunks):
-            v = tid + c * spec.payload_warps * WARP
+        for c in range(spec.chunks):
+            v = tid + c * (spec.payload_warps * WARP)
             if v < Int32(spec.vectors) and tid < Int32(spec.payload_warps * WARP):
                 loaded = []
                 for r in range_constexpr(p):

@@ -28,8 +28,10 @@ from moe_layer.comm.layout import (
 )
 from moe_layer.comm.launch import (
     FENCE,
+    FP8_PARTIALS,
     combine_kernels,
     dispatch_kernels,
+    give_up_kernel,
     grid_size,
     load_kernels,
     sentinel_parts,
@@ -39,7 +41,7 @@ from moe_layer.comm.rows import as_byte_rows, row_bytes, row_shape
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.comm.status import RECORD_WORDS, ErrorCode, explain
 from moe_layer.comm.symmetric import EmulatedMemory, SymmetricMemory, TorchSymmetricMemory, emulated_memories
-from moe_layer.comm.validation import check_combine, check_dispatch, check_partial_dtype
+from moe_layer.comm.validation import check_combine, check_dispatch, check_output, check_partial_dtype
 from moe_layer.errors import CapacityError, CommunicationError, ConfigError
 from moe_layer.kernel_cache import device_arch
 
@@ -53,6 +55,8 @@ class OneSidedChannel(Channel):
         device: this rank's GPU; default the current one.
         sentinel_tokens_per_rank: the largest T̂ that Sentinel's landing slots serve; default the crossover's reach under
             ``auto``, ``max_tokens_per_rank`` under ``sentinel``.
+        fp8_combine: Fence steps return BF16 partial results as E4M3, element by element without scales, which halves
+            combine's bytes at some loss of precision (paper §4.3). Off by default; Sentinel steps are not affected.
         max_blocks: cap on a kernel's blocks; default what the GPU holds at once. Emulated ranks share a GPU and need less.
         emulation: instead of a group, the ranks that live in this process (:func:`emulated_channels`).
         ep_rank: with ``emulation``, this rank's place in it.
@@ -67,6 +71,7 @@ class OneSidedChannel(Channel):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: torch.device | str | None = None,
         sentinel_tokens_per_rank: int | None = None,
+        fp8_combine: bool = False,
         max_blocks: int | None = None,
         emulation: Emulation | None = None,
         ep_rank: int = 0,
@@ -79,6 +84,7 @@ class OneSidedChannel(Channel):
         self.protocol = protocol
         self.device = torch.device(device if device is not None else f"cuda:{torch.cuda.current_device()}")
         self.arch = device_arch(self.device)
+        self.fp8_combine = fp8_combine
         self.max_blocks = max_blocks
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._emulation = emulation
@@ -194,6 +200,9 @@ class _Step:
     tokens: int
     t_hat: int
     sentinel: bool
+    top_k: int
+    routing: int  # address of the routing rows
+    routing_words: int  # words of one
 
 
 class OneSidedComm(ExpertParallelComm):
@@ -214,6 +223,18 @@ class OneSidedComm(ExpertParallelComm):
     def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:
         """Announce the largest rows this layer will send, so that the first allocation already fits it."""
         self.channel.reserve(align(hidden_bytes), align(scale_bytes), top_k, align(self.hidden_size * element_bytes))
+
+    def give_up(self, error: Exception) -> None:
+        """Tell the peers that this rank will not make the call they are in; the channel cannot be used again."""
+        channel = self.channel
+        in_combine = channel.in_flight is self
+        super().give_up(error)
+        if channel.destroyed or channel.failure is not None:
+            return
+        if channel.memory is not None and not torch.cuda.is_current_stream_capturing():
+            kernel = give_up_kernel(self.ep_size, in_combine, channel.arch)
+            kernel(channel.memory.local, channel.memory.local.data_ptr(), channel.memory.peers.data_ptr(), self.ep_rank)
+        channel.failure = f"rank {self.ep_rank} gave up step {channel.step + (not in_combine)}: {error}"
 
     def dispatch(
         self,
@@ -238,9 +259,11 @@ class OneSidedComm(ExpertParallelComm):
             sentinel = launch.sentinel_limit >= t_hat
             result = self._result(t_hat, hidden_states, hidden_states_scale, top_k, topk_weights is not None)
             launch.run(sentinel, hidden, scale, topk_ids, topk_weights, tokens, t_hat)
-            self._step = _Step(tokens, t_hat, sentinel)
-        except BaseException:
+            self._step = _Step(tokens, t_hat, sentinel, top_k, result.topk_ids.data_ptr(), 2 * top_k)
+        except BaseException as error:
             channel.end()
+            if isinstance(error, Exception):
+                self.give_up(error)
             raise
         channel.step += 1
         return result
@@ -326,26 +349,27 @@ class OneSidedComm(ExpertParallelComm):
         channel.raise_reported()
         step = self._step
         assert step is not None
+        slots, device = self.ep_size * step.t_hat, channel.device
         try:
-            dtype = expert_output.dtype
-            buffer = self.get_combine_input_buffer(dtype)
-            if expert_output.data_ptr() != buffer.data_ptr() or expert_output.shape != buffer.shape:
-                check_combine(
-                    self.ep_rank, expert_output, output, num_slots=self.ep_size * step.t_hat, num_tokens=step.tokens,
-                    hidden_size=self.hidden_size, device=channel.device,
-                )  # fmt: skip
-                buffer.copy_(expert_output)
+            buffer = self.get_combine_input_buffer(expert_output.dtype)
+            if expert_output.data_ptr() == buffer.data_ptr() and expert_output.shape == buffer.shape:
+                if output is not None:
+                    check_output(
+                        self.ep_rank, output, num_tokens=step.tokens, hidden_size=self.hidden_size, device=device
+                    )
             else:
                 check_combine(
-                    self.ep_rank, buffer if buffer.is_contiguous() else buffer.contiguous(), output,
-                    num_slots=self.ep_size * step.t_hat, num_tokens=step.tokens, hidden_size=self.hidden_size,
-                    device=channel.device,
+                    self.ep_rank, expert_output, output, num_slots=slots, num_tokens=step.tokens,
+                    hidden_size=self.hidden_size, device=device,
                 )  # fmt: skip
+                buffer.copy_(expert_output)
             if output is None:
-                output = torch.empty(step.tokens, self.hidden_size, dtype=dtype, device=channel.device)
-            self._run_combine(step, dtype, output)
-        finally:
-            channel.end()
+                output = torch.empty(step.tokens, self.hidden_size, dtype=expert_output.dtype, device=device)
+            self._run_combine(step, expert_output.dtype, output)
+        except Exception as error:
+            self.give_up(error)
+            raise
+        channel.end()
         return output
 
     def _run_combine(self, step: _Step, dtype: torch.dtype, output: torch.Tensor) -> None:
@@ -357,13 +381,14 @@ class OneSidedComm(ExpertParallelComm):
         direct = output if width == self.hidden_size and _is_direct(output, wire_dtype) else None
         if direct is None:
             direct = torch.empty(step.tokens, width, dtype=wire_dtype, device=channel.device)
-        spec = CombineSpec(self.ep_size, combine_bytes, dtype.itemsize, wire_dtype.itemsize)
+        fp8 = channel.fp8_combine and not step.sentinel and dtype == torch.bfloat16
+        spec = CombineSpec(self.ep_size, combine_bytes, 1 if fp8 else dtype.itemsize, wire_dtype.itemsize)
         key = ("combine launch", spec)
         kernels = self._known.get(key)
         if kernels is None:
             kernels = self._known[key] = combine_kernels(spec, channel.arch)
         layout, memory = channel.layout, channel.memory
-        code = (dtype.itemsize << 24) | spec.combine_bytes
+        code = (spec.element_bytes << 24) | spec.combine_bytes
         scalars = [
             memory.local.data_ptr(), memory.peers.data_ptr(), layout.offsets["combine"], direct.data_ptr(),
             direct.stride(0) * direct.element_size(),
@@ -376,6 +401,12 @@ class OneSidedComm(ExpertParallelComm):
                 layout.offsets["present"], layout.offsets["partials"], layout.partial_stride,
                 layout.capacity.sentinel_tokens_per_rank,
             ]  # fmt: skip
+        if fp8:
+            slots = self.ep_size * step.t_hat
+            kernels[FP8_PARTIALS](
+                memory.local, memory.local.data_ptr(), layout.offsets["combine"], step.routing, step.routing_words,
+                step.top_k, slots, min(max(1, slots), channel.num_sms * spec.blocks_per_sm),
+            )  # fmt: skip
         kernels[parts](memory.local, *scalars, self.ep_rank, step.tokens, step.t_hat, code, grid)
         if direct is not output:
             output.copy_(direct[:, : self.hidden_size])
@@ -404,13 +435,14 @@ class _Launcher:
         # Any combine that this layer may ask for later, so that no step waits for a compiler.
         combines = [
             combine_kernels(
-                CombineSpec(comm.ep_size, align(comm.hidden_size * element_bytes), element_bytes, output_bytes),
+                CombineSpec(comm.ep_size, align(comm.hidden_size * max(2, element_bytes)), element_bytes, output_bytes),
                 channel.arch,
             )
-            for element_bytes in (2, 4)
+            for element_bytes in ((1, 2, 4) if channel.fp8_combine else (2, 4))
             for output_bytes in (2, 4)
         ]
-        load_kernels(self.kernels, combines, comm.ep_size, channel.device)
+        others = [give_up_kernel(comm.ep_size, in_combine, channel.arch) for in_combine in (False, True)]
+        load_kernels(self.kernels, combines, others, comm.ep_size, channel.device)
         if channel.protocol == "fence":
             self.sentinel_limit = -1
         elif channel.protocol == "sentinel":
@@ -450,7 +482,10 @@ class _Launcher:
         grid = grid_size(
             t_hat if sentinel else tokens, parts, channel.max_blocks or channel.num_sms * spec.blocks_per_sm
         )
-        self.kernels[parts](memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, grid)
+        waiters = [] if sentinel else [min(grid, channel.num_sms)]
+        self.kernels[parts](
+            memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, *waiters, grid
+        )
 
 
 def _aligned_rows(tensor: torch.Tensor | None) -> tuple[Any, int]:

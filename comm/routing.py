@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -123,12 +124,9 @@ def sum_partials(spec: Any, loaded: list[Any], present: list[Any], output_row: I
     for r in range(spec.ep_size):
         for w in range(4):
             word = dev.select(present[r], loaded[r][w], Uint32(0))
-            if spec.element_bytes == 2:
-                lo, hi = dev.bf16_pair_to_f32(word)
-                sums[2 * w] = dev.add(sums[2 * w], lo)
-                sums[2 * w + 1] = dev.add(sums[2 * w + 1], hi)
-            else:
-                sums[w] = dev.add(sums[w], dev.bits_to_f32(word))
+            values = dev.widen_word(word, spec.element_bytes)
+            for j, value in enumerate(values, start=w * len(values)):
+                sums[j] = dev.add(sums[j], value)
     at = output_row + Int64(v) * (n * spec.output_bytes)
     if spec.output_bytes == 2:
         words = [dev.f32_pair_to_bf16(sums[j], sums[j + 1]) for j in range(0, n, 2)]
@@ -139,3 +137,30 @@ def sum_partials(spec: Any, loaded: list[Any], present: list[Any], output_row: I
     else:
         for j in range(0, len(words), 4):
             dev.store_vector(at + j * 4, words[j : j + 4])
+
+
+@cute.kernel
+def give_up_kernel(spec: cutlass.Constexpr, ws: Int64, peers: Int64, rank: Int32):
+    lane = cute.arch.thread_idx()[0]
+    sync = SyncOffsets(spec.ep_size)
+    cute.arch.griddepcontrol_wait()
+    steps = dev.load_vector(ws)
+    none = Uint32(0xFFFFFFFF)
+    for r in range(lane, spec.ep_size, WARP):
+        peer = dev.load_i64(peers + Int64(r) * 8)
+        if const_expr(spec.in_combine):
+            dev.store_u64_sys(peer + sync.combine_flags + Int64(rank) * 8, dev.flag_word(steps[1], none))
+        else:
+            dev.store_vector_sys(peer + sync.parameters + Int64(rank) * 32, (none, none, none, none))
+            dev.fence_sys()
+            dev.store_u64_sys(
+                peer + sync.announcements + Int64(rank) * 8, dev.flag_word(steps[0] + Uint32(1), Uint32(0))
+            )
+
+
+@cute.jit
+def give_up(
+    spec: cutlass.Constexpr, anchor: cute.Tensor, ws: Int64, peers: Int64, rank: Int32, stream: cuda.CUstream
+):  # fmt: skip
+    """Tell every peer that this rank will not make the call they wait in: a hash, or code, that none of them has."""
+    give_up_kernel(spec, ws, peers, rank).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream, use_pdl=True)

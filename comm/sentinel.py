@@ -244,9 +244,9 @@ def sentinel_dispatch_kernel(
                 dev.store_u32(ws + bank + slot * META_STRIDE + Int64(part) * 4, s)
 
 
-def part_vector(spec: Any, part: Int32, tid: Int32, chunk: int) -> Int32:
+def part_vector(spec: Any, part: Int32, tid: Int32, chunk: Any) -> Int32:
     """The vector of chunk ``chunk`` of thread ``tid`` of a part; past the part's end, past the row's."""
-    local = tid + chunk * spec.payload_warps * WARP
+    local = tid + chunk * (spec.payload_warps * WARP)
     if spec.parts == 1:
         return local
     return dev.select_i32(local < Int32(spec.part_vectors), part * spec.part_vectors + local, Int32(spec.vectors))
@@ -348,7 +348,7 @@ def sentinel_combine_kernel(
                 if i < num_tokens and alive:
                     slot = Int32(dev.load_u32(ws + sync.end + Int64(i * p + r) * 4))
                 mine.append(slot >= Int32(0))
-            for c in range_constexpr(spec.chunks):
+            for c in range(spec.chunks):
                 v = part_vector(spec, part, tid, c)
                 if v < Int32(spec.vectors):
                     for r in range_constexpr(p):
@@ -360,7 +360,7 @@ def sentinel_combine_kernel(
                                 bases[r] + partials + (Int64(i) * p + Int64(rank)) * partial_stride + Int64(v) * 16
                             )
                             dev.store_vector_sys(slot_address, [dev.other_nan(w, spec.element_bytes) for w in x])
-            for c in range_constexpr(spec.chunks):
+            for c in range(spec.chunks):
                 v = part_vector(spec, part, tid, c)
                 if v < Int32(spec.vectors) and i < num_tokens:
                     loaded = []

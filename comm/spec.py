@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_layer.comm.layout import align
+
 VECTOR_BYTES = 16
 WARP = 32
-# Leaves about 40 registers a thread at two ranks and 64 at more, where a thread holds a vector a rank.
+# At about 40 registers a thread, which the Fence kernels of two ranks take, so many threads are resident together.
 THREADS_PER_SM = 1536
+# A thread holds a vector and an address for each rank: beyond four ranks, 64 registers a thread would spill.
+MAX_PAYLOAD_WARPS_MANY_RANKS = 15
 MAX_PAYLOAD_WARPS = 31  # with the routing warp, a block's 1024 threads
 
 
-def _warps(vectors: int, limit: int) -> int:
+def _warps(vectors: int, ep_size: int) -> int:
     """Warps that hold ``vectors`` with as few chunks as fit, then as few idle lanes as possible."""
+    limit = MAX_PAYLOAD_WARPS if ep_size <= 4 else MAX_PAYLOAD_WARPS_MANY_RANKS
     chunks = -(-vectors // (limit * WARP))
     return max(1, -(-vectors // (chunks * WARP)))
 
@@ -56,7 +61,7 @@ class DispatchSpec:
 
     @property
     def payload_warps(self) -> int:
-        return _warps(self.part_vectors, MAX_PAYLOAD_WARPS)
+        return _warps(self.part_vectors, self.ep_size)
 
     @property
     def chunks(self) -> int:
@@ -69,7 +74,7 @@ class DispatchSpec:
 
     @property
     def blocks_per_sm(self) -> int:
-        """Blocks that are resident together on a multiprocessor; the compiler keeps registers within it."""
+        """Blocks a multiprocessor that a grid is sized for; progress does not depend on their being resident."""
         return max(1, THREADS_PER_SM // self.threads)
 
 
@@ -78,8 +83,8 @@ class CombineSpec:
     """One layer's combine.
 
     Attributes:
-        combine_bytes: row length of the partial results, a multiple of 16.
-        element_bytes: 2 (BF16) or 4 (FP32) partial results.
+        combine_bytes: distance of two rows of partial results, a multiple of 16.
+        element_bytes: 2 (BF16) or 4 (FP32) partial results; 1 for BF16 rows that were turned into E4M3 in place.
         output_bytes: 2 or 4, the element width of the output.
         parts: blocks that share a token.
     """
@@ -92,7 +97,8 @@ class CombineSpec:
 
     @property
     def vectors(self) -> int:
-        return self.combine_bytes // VECTOR_BYTES
+        row = self.combine_bytes if self.element_bytes > 1 else align(self.combine_bytes // 2)
+        return row // VECTOR_BYTES
 
     @property
     def part_vectors(self) -> int:
@@ -101,7 +107,7 @@ class CombineSpec:
 
     @property
     def payload_warps(self) -> int:
-        return _warps(self.part_vectors, MAX_PAYLOAD_WARPS)
+        return _warps(self.part_vectors, self.ep_size)
 
     @property
     def chunks(self) -> int:
@@ -113,5 +119,13 @@ class CombineSpec:
 
     @property
     def blocks_per_sm(self) -> int:
-        """Blocks that are resident together on a multiprocessor; the compiler keeps registers within it."""
+        """Blocks a multiprocessor that a grid is sized for; progress does not depend on their being resident."""
         return max(1, THREADS_PER_SM // self.threads)
+
+
+@dataclass(frozen=True)
+class GiveUpSpec:
+    """A rank that cannot make its dispatch, or its combine, tells its peers."""
+
+    ep_size: int
+    in_combine: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from moe_layer.errors import CommunicationTimeoutError, RankMismatchError
+from moe_layer.errors import CommunicationError, CommunicationTimeoutError, RankMismatchError
 
 RECORD_WORDS = 8
 
@@ -39,10 +39,11 @@ PHASE_NAMES = {
     Phase.FENCE_ENTRY: "dispatch (fence, waiting for the step before)",
 }
 
+COMBINE_PHASES = (Phase.FENCE_COMBINE, Phase.SENTINEL_COMBINE)
+GAVE_UP = -1  # T̂, or the combine code, of a rank that failed on the host
 
-def explain(
-    record: list[int], rank: int, timeout_s: float, parameters: list[list[int]]
-) -> CommunicationTimeoutError | RankMismatchError:
+
+def explain(record: list[int], rank: int, timeout_s: float, parameters: list[list[int]]) -> CommunicationError:
     """The exception for an error record.
 
     Args:
@@ -51,14 +52,16 @@ def explain(
         timeout_s: the time-out in force.
         parameters: for each rank, what it last announced: T̂, hidden bytes, scale bytes, top_k, experts, placement, hash.
     """
-    code, phase, peer, step, seen = record[:5]
+    code, phase, peer, step, seen = (word & 0xFFFFFFFF for word in record[:5])
     where = f"rank {rank}, step {step}, {PHASE_NAMES[Phase(phase)]}"
     if code == ErrorCode.TIMEOUT:
         return CommunicationTimeoutError(
             f"{where}: rank {peer} did not arrive within {timeout_s:g} s (last heard of in step {seen}); "
             "it is dead, stuck or issued other calls"
         )
-    if phase in (Phase.FENCE_COMBINE, Phase.SENTINEL_COMBINE):
+    if parameters[peer][0] == GAVE_UP or (phase in COMBINE_PHASES and seen == GAVE_UP & 0xFFFFFFFF):
+        return CommunicationError(f"{where}: rank {peer} failed before it could take part; its own error says why")
+    if phase in COMBINE_PHASES:
         return RankMismatchError(
             f"{where}: rank {peer} combines rows of {seen & 0xFFFFFF} bytes of {seen >> 24}-byte elements, "
             f"unlike rank {rank}"

@@ -107,8 +107,12 @@ def check_combine(
         raise _error(rank, "expert_output", f"has shape {_shape(expert_output)}", expected)
     _check_same_device(rank, "expert_output", expert_output, device)
     _check_contiguous(rank, "expert_output", expert_output)
-    if output is None:
-        return
+    if output is not None:
+        check_output(rank, output, num_tokens=num_tokens, hidden_size=hidden_size, device=device)
+
+
+def check_output(rank: int, output: torch.Tensor, *, num_tokens: int, hidden_size: int, device: torch.device) -> None:
+    """Check a combine's output: ``[num_tokens, hidden_size]`` BF16, FP16 or FP32, any strides."""
     _check_tensor(rank, "output", output)
     if output.dtype not in OUTPUT_DTYPES:
         raise _error(rank, "output", f"has dtype {output.dtype}", "torch.bfloat16, torch.float16 or torch.float32")
