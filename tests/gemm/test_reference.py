@@ -87,7 +87,8 @@ def test_every_pair_of_formats(weight_format: str, activation_format: str) -> No
         assert rel_l2(torch.from_numpy(h_got), torch.from_numpy(h_true)) < 1e-6
     else:
         # What lies within fp32's error of a rounding boundary may fall to its other side; a scale takes its block too.
-        exact = np.isclose(h_got, h_true, rtol=1e-6, atol=0)
+        # fp8's own scale is fp32, as inexact as the sum that it was taken from.
+        exact = np.isclose(h_got, h_true, rtol=1e-5, atol=0)
         assert exact.mean() > 0.97
         assert rel_l2(torch.from_numpy(h_got), torch.from_numpy(h_true)) < 3e-2
     assert rel_l2(out, torch.from_numpy(out_true)) < 2e-6
