@@ -70,7 +70,7 @@ class ExpertParallelComm(ABC):
     def ep_size(self) -> int:
         return self.channel.ep_size
 
-    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:
+    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:  # noqa: B027
         """Announce the longest rows that this layer will send, for transports that size their buffers once.
 
         Args:

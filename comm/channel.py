@@ -137,8 +137,8 @@ def create_channel(
 
     Args:
         group: the ranks, or None for this process alone.
-        protocol: ``auto``: loopback for one rank; on GPUs of one host that reach each other's memory Sentinel and Fence,
-            by the measured crossover in T̂; else collective. Or one of these by name.
+        protocol: ``auto``: loopback for one rank; on GPUs of one host that reach each other's memory Sentinel and
+            Fence, by the measured crossover in T̂; else collective. Or one of these by name.
         max_tokens_per_rank, timeout_s: see :class:`Channel`.
         device: where the layers run; None: the current GPU where there is one.
         fp8_combine: Fence returns partial results as E4M3 (see ``OneSidedChannel``).

@@ -21,7 +21,7 @@ from cutlass.cute.arch import inline_ptx
 from moe_layer.comm.status import ErrorCode
 
 SENTINEL = 0xFFFFFFFF
-# Between slow-path checks a poll spins about 256 × 0.7 µs at most, so time-outs are precise to a fraction of a millisecond.
+# Between slow-path checks a poll spins about 256 × 0.7 µs at most: time-outs are precise to a millisecond.
 POLLS_PER_CHECK = 256
 Vector = tuple[Uint32, Uint32, Uint32, Uint32]
 
@@ -191,7 +191,8 @@ def other_nan(word: Uint32, element_bytes: int) -> Uint32:
 def block_or(value: Uint32) -> Uint32:
     """Barrier of the whole block; 1 where some thread's value is not zero."""
     return inline_ptx(
-        "{\n.reg .pred p, q;\nsetp.ne.u32 p, {$r0}, 0;\nbarrier.cta.red.or.aligned.pred q, 0, p;\nselp.u32 {$w0}, 1, 0, q;\n}",
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, {$r0}, 0;\n"
+        "barrier.cta.red.or.aligned.pred q, 0, p;\nselp.u32 {$w0}, 1, 0, q;\n}",
         write_only_types=[Uint32],
         read_only_args=[value],
     )

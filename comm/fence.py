@@ -28,7 +28,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Int64, Uint32, range_constexpr
 
 from moe_layer.comm import device as dev
 from moe_layer.comm.layout import STATE_DONE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets

@@ -49,8 +49,8 @@ def fp8_partials_kernel(
 
 @cute.jit
 def fp8_partials(
-    spec: cutlass.Constexpr, anchor: cute.Tensor, ws: Int64, partials: Int64, ids: Int64, id_stride: Int32, top_k: Int32,
-    slots: Int32, grid: Int32, stream: cuda.CUstream,
+    spec: cutlass.Constexpr, anchor: cute.Tensor, ws: Int64, partials: Int64, ids: Int64, id_stride: Int32,
+    top_k: Int32, slots: Int32, grid: Int32, stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`fp8_partials_kernel` on ``anchor``'s current stream."""
     fp8_partials_kernel(spec, ws, partials, ids, id_stride, top_k, slots).launch(

@@ -22,7 +22,8 @@ FP8_PARTIALS = -1  # turns BF16 partial results into E4M3 before a Fence combine
 FENCE_DISPATCH, FENCE_COMBINE = "lll" + "llllll" + "lll" + "iiiuuii", "lllll" + "iiiui"
 SENTINEL_DISPATCH, SENTINEL_COMBINE = "lll" + "llllll" + "lll" + "lllll" + "iiiiuui", "lllll" + "llli" + "iiiui"
 # With few tokens a GPU has multiprocessors to spare, and one of them moves a row no faster than its own stores go:
-# up to this T̂ (a quarter of the multiprocessors of an H200) MAX_PARTS blocks share a token. Measured in docs/performance.md.
+# up to this T̂ (a quarter of the multiprocessors of an H200) MAX_PARTS blocks share a token
+# (measured: docs/performance.md).
 PARTS_UP_TO_TOKENS = 32
 
 

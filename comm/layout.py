@@ -10,10 +10,10 @@ and words that only the owner touches lie in one allocation, apart by region:
     present    Sentinel: per landing slot, the header received in dispatch                       owner
     dispatch   W_d: hidden rows, scale rows, routing rows, each [ep_size*T̂, …]                  peers (Fence) or owner
     combine    W_c: partial results [ep_size*T̂, hidden]                                         owner writes, peers pull
-    meta       I: two banks of Sentinel's header, ids and weights slots                          peers write, owner resets
-    landing    L: Sentinel's landing slots                                                       peers write, owner resets
-    escape     which words of a landing slot held the sentinel pattern                           peers write, owner resets
-    partials   M: Sentinel's combine slots                                                       peers write, owner resets
+    meta       I: two banks of Sentinel's header, ids and weights slots                    peers write, owner resets
+    landing    L: Sentinel's landing slots                                                 peers write, owner resets
+    escape     which words of a landing slot held the sentinel pattern                     peers write, owner resets
+    partials   M: Sentinel's combine slots                                                 peers write, owner resets
 
 meta, landing, escape and partials hold the sentinel in every word at rest. Their slot strides are those of the largest
 layer and never change, so that a slot's words are reset by whoever consumed them, whatever the step's T̂ and widths

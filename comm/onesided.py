@@ -1,15 +1,16 @@
 """One-sided expert-parallel all-to-all over symmetric memory: the host side of Fence and Sentinel.
 
-A :class:`OneSidedChannel` owns one symmetric allocation per rank, sized for the largest layer, and the record into which
-kernels write why they gave up. A :class:`OneSidedComm` is one layer's view. Nothing here waits for the GPU: a step is two
-launches, and what a kernel reported is raised by the next call (or by :meth:`OneSidedChannel.check`, which synchronizes).
+A :class:`OneSidedChannel` owns one symmetric allocation per rank, sized for the largest layer, and the record into
+which kernels write why they gave up. A :class:`OneSidedComm` is one layer's view. Nothing here waits for the GPU: a
+step is two launches, and what a kernel reported is raised by the next call (or by :meth:`OneSidedChannel.check`, which
+synchronizes).
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,6 @@ import torch.distributed as dist
 from moe_layer.comm.auto import sentinel_limit
 from moe_layer.comm.base import DispatchResult, ExpertParallelComm
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
-from moe_layer.comm.layout import (
-    STATE_BYTES,
-    STATE_RECORD,
-    STATE_TIMEOUT,
-    Capacity,
-    SyncOffsets,
-    WorkspaceLayout,
-    align,
-)
 from moe_layer.comm.launch import (
     FENCE,
     FP8_PARTIALS,
@@ -36,14 +28,26 @@ from moe_layer.comm.launch import (
     load_kernels,
     sentinel_parts,
 )
+from moe_layer.comm.layout import (
+    STATE_BYTES,
+    STATE_RECORD,
+    STATE_TIMEOUT,
+    Capacity,
+    SyncOffsets,
+    WorkspaceLayout,
+    align,
+)
 from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.comm.rows import as_byte_rows, row_bytes, row_shape
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.comm.status import RECORD_WORDS, ErrorCode, explain
-from moe_layer.comm.symmetric import EmulatedMemory, SymmetricMemory, TorchSymmetricMemory, emulated_memories
+from moe_layer.comm.symmetric import SymmetricMemory, TorchSymmetricMemory
 from moe_layer.comm.validation import check_combine, check_dispatch, check_output, check_partial_dtype
 from moe_layer.errors import CapacityError, CommunicationError, ConfigError
 from moe_layer.kernel_cache import device_arch
+
+if TYPE_CHECKING:
+    from moe_layer.comm.emulation import Emulation
 
 
 class OneSidedChannel(Channel):
@@ -57,8 +61,9 @@ class OneSidedChannel(Channel):
             ``auto``, ``max_tokens_per_rank`` under ``sentinel``.
         fp8_combine: Fence steps return BF16 partial results as E4M3, element by element without scales, which halves
             combine's bytes at some loss of precision (paper §4.3). Off by default; Sentinel steps are not affected.
-        max_blocks: cap on a kernel's blocks; default what the GPU holds at once. Emulated ranks share a GPU and need less.
-        emulation: instead of a group, the ranks that live in this process (:func:`emulated_channels`).
+        max_blocks: cap on a kernel's blocks; default what the GPU holds at once. Emulated ranks that share a
+            GPU need less.
+        emulation: instead of a group, the ranks that live in this process (``moe_layer.comm.emulation``).
         ep_rank: with ``emulation``, this rank's place in it.
     """
 
@@ -337,7 +342,8 @@ class OneSidedComm(ExpertParallelComm):
             if align(length) > self.channel.layout.capacity.combine_bytes:
                 raise CapacityError(
                     f"rank {self.ep_rank}: partial results of {length} bytes a row, but the workspace was sized for "
-                    f"{self.channel.layout.capacity.combine_bytes}; call reserve(element_bytes=4) before the first dispatch"
+                    f"{self.channel.layout.capacity.combine_bytes}; "
+                    "call reserve(element_bytes=4) before the first dispatch"
                 )
             found = self._rows(self.channel.layout.offsets["combine"], slots, (self.hidden_size,), dtype)
             self._known[key] = found
@@ -422,9 +428,9 @@ class _Launcher:
         capacity = channel.layout.capacity
         if hidden_bytes > capacity.hidden_bytes or scale_bytes > capacity.scale_bytes or top_k > capacity.top_k:
             raise CapacityError(
-                f"rank {comm.ep_rank}: rows of {hidden_bytes} + {scale_bytes} bytes with top_k={top_k}, but the workspace "
-                f"was sized for {capacity.hidden_bytes} + {capacity.scale_bytes} with top_k={capacity.top_k}; reserve() "
-                "the largest layer first"
+                f"rank {comm.ep_rank}: rows of {hidden_bytes} + {scale_bytes} bytes with top_k={top_k}, but the "
+                f"workspace was sized for {capacity.hidden_bytes} + {capacity.scale_bytes} with "
+                f"top_k={capacity.top_k}; reserve() the largest layer first"
             )
         spec = DispatchSpec(
             comm.ep_size, top_k, comm.placement.num_experts, comm._contiguous, hidden_bytes, scale_bytes, has_weights,
@@ -510,37 +516,3 @@ def _is_direct(output: torch.Tensor, dtype: torch.dtype) -> bool:
         and (output.stride(0) * dtype.itemsize) % 16 == 0
         and output.data_ptr() % 16 == 0
     )
-
-
-class Emulation:
-    """All ranks of a group in this process, rank r on ``devices[r]``; devices may repeat."""
-
-    def __init__(self, devices: list[torch.device]) -> None:
-        self.devices = devices
-        self.channels: list[OneSidedChannel] = []
-        self._memories: dict[int, list[EmulatedMemory]] = {}
-
-    def memory(self, nbytes: int, rank: int) -> SymmetricMemory:
-        """Rank ``rank``'s part of the one allocation of ``nbytes`` a rank."""
-        if nbytes not in self._memories:
-            self._memories = {nbytes: emulated_memories(nbytes, self.devices)}
-        return self._memories[nbytes][rank]
-
-
-def emulated_channels(
-    devices: list[torch.device], *, max_blocks: int | None = None, **options: Any
-) -> list[OneSidedChannel]:
-    """Channels of ``len(devices)`` ranks in this process, for tests and demos; ``options`` as for a channel.
-
-    Drive every rank on a stream of its own. Ranks that share a GPU must all be resident at once, so there ``max_blocks``
-    defaults to an equal share of one block a multiprocessor.
-    """
-    emulation = Emulation(devices)
-    per_gpu = max(devices.count(d) for d in devices)
-    if max_blocks is None and per_gpu > 1:
-        max_blocks = max(1, torch.cuda.get_device_properties(devices[0]).multi_processor_count // per_gpu)
-    for r, d in enumerate(devices):
-        emulation.channels.append(
-            OneSidedChannel(None, device=d, max_blocks=max_blocks, emulation=emulation, ep_rank=r, **options)
-        )
-    return emulation.channels

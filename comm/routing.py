@@ -95,7 +95,8 @@ def destination_bits(target: Int32, word: int) -> Uint32:
 
 @cute.jit
 def payload_source(
-    spec: cutlass.Constexpr, v: Int32, token: Int32, hidden: Int64, scale: Int64, hidden_stride: Int64, scale_stride: Int64
+    spec: cutlass.Constexpr, v: Int32, token: Int32, hidden: Int64, scale: Int64, hidden_stride: Int64,
+    scale_stride: Int64,
 ) -> Int64:  # fmt: skip
     """Address of vector v of a token's payload; threads past its end read its first vector."""
     at = hidden + Int64(token) * hidden_stride

@@ -4,8 +4,8 @@ Dispatch. Block b serves slots b, b + grid, … < T̂ (grid order is push order,
 always has every peer's token on its way). Per slot i, warps and what they wait for:
 
     every warp      finds the target ranks of token i itself (lane j: selection j; a warp-wide OR), no barrier
-    payload warps   push a 16-byte vector a thread and chunk into landing slot i of each target rank; the own rank's copy
-                    goes straight to its dispatch workspace
+    payload warps   push a 16-byte vector a thread and chunk into landing slot i of each target rank; the own rank's
+                    copy goes straight to its dispatch workspace
     one barrier     ORs "some word equals the sentinel" over the block
     routing warp    then pushes header, ids and weights to the target ranks, and a bare header to the others
     every warp      takes a first look at all sources' headers and its own vectors in one batch of loads, then polls
@@ -53,8 +53,8 @@ FIRST_LOOKS = 4
 # Header: bit 31 clear (never the sentinel), bit 30 a token follows, bit 29 some payload word of the part was escaped,
 # rest the low 29 bits of the step's parameter hash.
 PRESENT, ESCAPED, HASH = 1 << 30, 1 << 29, (1 << 29) - 1
-# A meta slot: a header a part, then weight escapes in two half words (so that neither can equal the sentinel), then from
-# word 8 top_k ids plus one and top_k weights.
+# A meta slot: a header a part, then weight escapes in two half words (so that neither can equal the sentinel), then
+# from word 8 top_k ids plus one and top_k weights.
 META_ESCAPES, META_ROUTING = 4 * MAX_PARTS, 32
 
 
@@ -74,7 +74,6 @@ def sentinel_dispatch_kernel(
     lane = tid % WARP
     p = spec.ep_size
     sync = SyncOffsets(p)
-    payload_threads = spec.payload_warps * WARP
     routing = warp == Int32(spec.payload_warps)
     phase = Uint32(Phase.SENTINEL_DISPATCH)
     s = Uint32(dev.SENTINEL)
@@ -254,8 +253,8 @@ def part_vector(spec: Any, part: Int32, tid: Int32, chunk: Any) -> Int32:
 
 @cute.jit
 def receive_routing(
-    spec: cutlass.Constexpr, ws: Int64, slot: Int64, told: Int64, to_routing: Int64, row: Int64, phase: Uint32, r: Uint32,
-    step: Uint32, own_hash: Uint32, lane: Int32, arrives: cutlass.Boolean, in_range: cutlass.Boolean,
+    spec: cutlass.Constexpr, ws: Int64, slot: Int64, told: Int64, to_routing: Int64, row: Int64, phase: Uint32,
+    r: Uint32, step: Uint32, own_hash: Uint32, lane: Int32, arrives: cutlass.Boolean, in_range: cutlass.Boolean,
 ):  # fmt: skip
     """The routing warp's part of a slot: poll, copy out and reset ids and weights, or mark the slot empty."""
     s = Uint32(dev.SENTINEL)
@@ -300,7 +299,9 @@ def sentinel_dispatch(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
         to_hidden, to_scale, to_routing, present, meta, landing, escape, landing_stride,
         capacity, rank, num_tokens, t_hat, own_hash, placement,
-    ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+    ).launch(
+        grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+    )  # fmt: skip
 
 
 @cute.kernel
@@ -393,4 +394,6 @@ def sentinel_combine(
     sentinel_combine_kernel(
         spec, ws, peers, from_partials, output, output_stride, present, partials, partial_stride, capacity,
         rank, num_tokens, t_hat, own_code,
-    ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+    ).launch(
+        grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+    )  # fmt: skip

@@ -29,7 +29,8 @@ class DispatchSpec:
     Attributes:
         ep_size, top_k, num_experts: the paper's P, k, E.
         contiguous: the default placement, computed; otherwise read from a table.
-        hidden_bytes, scale_bytes: payload row lengths, multiples of 16 (the caller pads others); 0 scale bytes for none.
+        hidden_bytes, scale_bytes: payload row lengths, multiples of 16 (the caller pads others); 0 scale bytes for
+            none.
         has_weights: whether router weights travel.
         id_bytes: 4 or 8, the width of the ids passed in.
         parts: blocks that share a token (Sentinel at few tokens), each with its own stretch of the row.

@@ -50,7 +50,8 @@ def explain(record: list[int], rank: int, timeout_s: float, parameters: list[lis
         record: the words a kernel wrote.
         rank: this rank.
         timeout_s: the time-out in force.
-        parameters: for each rank, what it last announced: T̂, hidden bytes, scale bytes, top_k, experts, placement, hash.
+        parameters: for each rank, what it last announced: T̂, hidden bytes, scale bytes, top_k, experts, placement,
+            hash.
     """
     code, phase, peer, step, seen = (word & 0xFFFFFFFF for word in record[:5])
     where = f"rank {rank}, step {step}, {PHASE_NAMES[Phase(phase)]}"

@@ -47,8 +47,8 @@ class TorchSymmetricMemory(SymmetricMemory):
         dist.all_gather_object(sizes, nbytes, group=group)
         if any(size != nbytes for size in sizes):
             raise CommunicationError(
-                f"rank {dist.get_rank(group)}: symmetric allocation sizes differ over the ranks: {sizes}; every rank must "
-                "create the same layers in the same order"
+                f"rank {dist.get_rank(group)}: symmetric allocation sizes differ over the ranks: {sizes}; every rank "
+                "must create the same layers in the same order"
             )
         try:
             local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)

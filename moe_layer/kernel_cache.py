@@ -49,8 +49,8 @@ def device_arch(device: Any) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability not in _ARCH_OF_CAPABILITY:
         raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; kernels exist "
-            "for 9.0, 10.0 and 10.3. protocol='collective' and the PyTorch reference run here"
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; kernels "
+            "exist for 9.0, 10.0 and 10.3. protocol='collective' and the PyTorch reference run here"
         )
     if not dsl_available():
         raise UnsupportedDeviceError(
@@ -89,7 +89,9 @@ def _key(launch: Any, spec: Any, arch: str) -> str:
 
 def compile_artifacts(launch: Any, spec: Any, signature: str, arch: str) -> Any:
     """Compile without caching; the result's ``artifacts`` hold PTX and CUBIN (for inspection and tests)."""
-    return _compile(launch, spec, signature, f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin")
+    with tempfile.TemporaryDirectory() as folder:  # the DSL writes both to files as well
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {folder}"
+        return _compile(launch, spec, signature, options)
 
 
 def _compile(launch: Any, spec: Any, signature: str, options: str) -> Any:
