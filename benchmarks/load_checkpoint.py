@@ -4,10 +4,10 @@
     python -m moe_layer.benchmarks.load_checkpoint --release kimi_k3 --gib 1.5 --ep 2 --json
 
 Writes a random checkpoint in a release layout with the model's own expert shapes, and loads one rank of it with a warm
-page cache. The baseline copies every tensor that the loader reads out of the mapped file, and does nothing else. Runs
-of both alternate, in both orders; the table shows medians, and the ratio of the medians and of the fastest runs, which
-other work on the machine disturbs least. Memory is the growth of a fresh process's anonymous pages, sampled; the page
-cache is not counted, as it is given back when needed.
+page cache. The baseline copies every tensor that the loader reads out of the mapped file, and does nothing else. Every
+run has a fresh process, and runs of both alternate, in both orders; the table shows medians, and the ratio of the
+medians and of the fastest runs, which other work on the machine disturbs least. Memory is the growth of a process's
+anonymous pages, sampled; the page cache is not counted, as it is given back when needed.
 
 Limits: time at most 1.3 × the baseline (fastest runs), memory at most the loaded bytes + one expert.
 """
@@ -15,7 +15,6 @@ Limits: time at most 1.3 × the baseline (fastest runs), memory at most the load
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import multiprocessing
 import statistics
@@ -89,33 +88,68 @@ def anonymous_bytes() -> int:
     raise RuntimeError("this benchmark reads /proc/self/status")
 
 
-def peak_growth(folder: str, layer: int, placement: ExpertPlacement, rank: int, answer: Connection) -> None:
-    """Send the most bytes by which anonymous memory exceeds its level before a load, the result held to the end.
+@dataclass(frozen=True)
+class Share:
+    """What is loaded: one rank's part of a layer, and the tensors that this means, by file."""
 
-    Runs in a process of its own, where no memory freed by earlier runs can be taken again unseen.
-    """
-    load_layer(folder, layer, placement=ExpertPlacement.contiguous(placement.num_experts, placement.num_experts))
-    start, peak, done = anonymous_bytes(), 0, threading.Event()
+    folder: Path
+    layer: int
+    placement: ExpertPlacement
+    rank: int
+    files: dict[str, list[str]]
 
-    def sample() -> None:
-        nonlocal peak
-        while not done.wait(SAMPLE_S):
-            peak = max(peak, anonymous_bytes() - start)
+    def load(self) -> LayerTensors:
+        return load_layer(self.folder, self.layer, placement=self.placement, rank=self.rank, progress=False)
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    held = load_layer(folder, layer, placement=placement, rank=rank, progress=False)
-    peak = max(peak, anonymous_bytes() - start)
-    done.set()
-    thread.join()
-    assert held.nbytes
-    answer.send(peak)
+    def read_alone(self) -> list[torch.Tensor]:
+        """The same bytes through ``safe_open``; of stacked experts, the same part."""
+        experts = self.placement.local_experts(self.rank)
+        out = []
+        for file, names in self.files.items():
+            with safe_open(str(self.folder / file), framework="pt", device="cpu") as handle:
+                for name in names:
+                    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                        out.append(handle.get_slice(name)[experts[0] : experts[-1] + 1].clone())
+                    else:
+                        out.append(handle.get_tensor(name).clone())
+        return out
+
+    def seconds(self, which: str) -> float:
+        run = self.load if which == "load" else self.read_alone
+        start = time.perf_counter()
+        held = run()
+        elapsed = time.perf_counter() - start
+        del held
+        return elapsed
+
+    def peak_growth(self) -> int:
+        """Most bytes by which anonymous memory exceeds its level before a load, the result held to the end."""
+        start, peak, done = anonymous_bytes(), 0, threading.Event()
+
+        def sample() -> None:
+            nonlocal peak
+            while not done.wait(SAMPLE_S):
+                peak = max(peak, anonymous_bytes() - start)
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        held = self.load()
+        peak = max(peak, anonymous_bytes() - start)
+        done.set()
+        thread.join()
+        return peak if held.nbytes else 0
 
 
-def measure_peak(folder: Path, layer: int, placement: ExpertPlacement, rank: int) -> int:
-    context = multiprocessing.get_context("spawn")
+def _answer(there: Connection, share: Share, method: str, arguments: tuple[Any, ...]) -> None:
+    there.send(getattr(share, method)(*arguments))
+
+
+def in_fresh_process(share: Share, method: str, *arguments: Any) -> Any:
+    """``share.method(*arguments)`` in a process that has freed no memory before, which it could take again for free."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moe_layer.models.loader", "moe_layer.models.synthetic"])
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=peak_growth, args=(str(folder), layer, placement, rank, there))
+    process = context.Process(target=_answer, args=(there, share, method, arguments))
     process.start()
     there.close()
     try:
@@ -131,19 +165,6 @@ def tensor_names(plan: LayerPlan) -> list[str]:
         for m in group.matrices.values() if group else ():
             names += [t.name for t in (m.data, m.scale, m.global_scale, m.input_scale, m.shape) if t is not None]
     return list(dict.fromkeys(names))
-
-
-def read_alone(folder: Path, files: dict[str, list[str]], experts: list[int]) -> list[torch.Tensor]:
-    """The same bytes through ``safe_open``; of stacked experts, the same part."""
-    out = []
-    for file, names in files.items():
-        with safe_open(str(folder / file), framework="pt", device="cpu") as handle:
-            for name in names:
-                if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-                    out.append(handle.get_slice(name)[experts[0] : experts[-1] + 1].clone())
-                else:
-                    out.append(handle.get_tensor(name).clone())
-    return out
 
 
 def measure(release: str, gib: float, ep_size: int, repeat: int, shards: int) -> Result:
@@ -164,35 +185,24 @@ def measure(release: str, gib: float, ep_size: int, repeat: int, shards: int) ->
             for tensor in names:
                 files.setdefault(checkpoint.file_of(tensor), []).append(tensor)
 
-        def ours() -> LayerTensors:
-            return load_layer(folder, layer, placement=placement, rank=rank, progress=False)
-
-        def alone() -> list[torch.Tensor]:
-            return read_alone(folder, files, local)
-
-        loaded = ours()
+        share = Share(folder, layer, placement, rank, files)
+        loaded = share.load()  # the files are in the page cache from here on
         nbytes = loaded.nbytes
         one = sum(t[0].nbytes for w in (loaded.gate_up, loaded.down) for t in (w.data, w.scale) if t is not None)
         del loaded
-        alone()  # both have run once: files are in the page cache
-        times: dict[str, list[float]] = {"alone": [], "ours": []}
+        times: dict[str, list[float]] = {"safe_open": [], "load": []}
         for i in range(repeat):
-            pair = [("alone", alone), ("ours", ours)]
-            for which, run in pair if i % 2 else reversed(pair):
-                gc.collect()
-                start = time.perf_counter()
-                held = run()
-                times[which].append(time.perf_counter() - start)
-                del held
+            for which in sorted(times, reverse=bool(i % 2)):
+                times[which].append(in_fresh_process(share, "seconds", which))
         return Result(
             release=release,
             experts=len(local),
             tensors=len(names),
             nbytes=nbytes,
             expert_bytes=one,
-            peak_bytes=measure_peak(folder, layer, placement, rank),
-            baseline_s=times["alone"],
-            load_s=times["ours"],
+            peak_bytes=in_fresh_process(share, "peak_growth"),
+            baseline_s=times["safe_open"],
+            load_s=times["load"],
         )
 
 
