@@ -3,9 +3,8 @@
 A BLAS picks its kernel, and with it the order of the sum over K, by the number of rows: the same token gets other bits
 in another batch, or on another rank. Here every call has the same number of rows: the input goes through in tiles of
 ``TILE_ROWS``, the last one padded. Within a call of fixed shape the bits of a row depend neither on its place nor on
-the other rows (MKL, 1 and 2 threads: 20 000 random shapes with N up to 3000 and K up to 6000, unaligned operands and
-NaN neighbours among them; ``tests/gemm/test_matmul.py`` repeats a sample). One column is the exception: it becomes a
-matrix-vector product, which is why ``N`` = 1 is padded too.
+the other rows (MKL, 1 and 2 threads: 20 000 random shapes with N up to 3000 and K up to 6000, 77 000 more with N = 1,
+unaligned operands and NaN neighbours among them; ``tests/gemm/test_matmul.py`` repeats a sample).
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ TILE_ROWS = 32
 
 @contextmanager
 def ieee_fp32(device: torch.device) -> Iterator[None]:
-    """fp32 products in fp32, whatever the program allows elsewhere (TF32, BF16, autocast)."""
+    """fp32 products in fp32, whatever the program allows elsewhere (TF32, BF16)."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     settings = backend.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "ieee"
     try:
-        with torch.autocast(device.type, enabled=False):
-            yield
+        yield
     finally:
         settings.fp32_precision = before
 
@@ -41,8 +39,6 @@ def row_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     number of threads).
     """
     rows, n = x.shape[0], weight.shape[0]
-    if n == 1:
-        return row_matmul(x, torch.cat([weight, torch.zeros_like(weight)]))[:, :1]
     x = x.contiguous()
     columns = weight.contiguous().t()
     tiles = -(-rows // TILE_ROWS)
@@ -52,5 +48,6 @@ def row_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             tile = x[start : start + TILE_ROWS]
             if tile.shape[0] < TILE_ROWS:
                 tile = torch.nn.functional.pad(tile, (0, 0, 0, TILE_ROWS - tile.shape[0]))
+            # With out=, which autocast leaves alone.
             torch.mm(tile, columns, out=out[start : start + TILE_ROWS])
     return out[:rows]
