@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -291,9 +292,7 @@ def measure_phases(ranks: Ranks, works: Sequence[Work], options: Options) -> dic
     records: dict[int | None, list[KernelRecord]] = {rank.device.index: [] for rank in ranks.local}
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and event.device_index in records:
-            records[event.device_index].append(
-                KernelRecord(event.name, event.time_range.start, event.time_range.end)
-            )
+            records[event.device_index].append(KernelRecord(event.name, event.time_range.start, event.time_range.end))
     names = list(works[0].phases)
     own = [split_phases(kernels, names, options.steps) for kernels in records.values()]
     every = [phases for process in ranks.gather(own) for phases in process]
@@ -325,6 +324,6 @@ def split_phases(records: Sequence[KernelRecord], phases: Sequence[str], steps: 
     if [phase for phase, _ in ends] != expected:
         raise ConfigError(f"CUPTI recorded {len(ends)} phases that do not repeat as {' → '.join(phases)}")
     total = dict.fromkeys(phases, 0.0)
-    for (_, before), (phase, end) in zip(ends, ends[1:]):
+    for (_, before), (phase, end) in pairwise(ends):
         total[phase] += end - before
     return {phase: t / steps for phase, t in total.items()}

@@ -43,12 +43,19 @@ class SessionError(Exception):
 
 
 class Session(ABC):
-    """Runs functions on the ranks. Attributes: ``size`` (ranks), ``launch``, ``device_type`` (``"cuda"``, ``"cpu"``)."""
+    """Runs functions on the ranks.
+
+    Attributes:
+        size: ranks.
+        launch: ``"process"``, ``"single"`` or ``"torchrun"``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        is_main: whether this process prints and writes files.
+    """
 
     size: int
     launch: str
     device_type: str
-    is_main: bool = True  # whether this process prints and writes files
+    is_main: bool = True
 
     @abstractmethod
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S) -> list[Any]:

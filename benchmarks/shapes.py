@@ -1,8 +1,8 @@
 """The models' MoE shapes, in one place, for tests and benchmarks.
 
-What the all-to-all and the grouped GEMMs see of a model: the routed width (Kimi-K3: the latent one), the experts, and the
-formats that its release implies. Bytes are per token and target rank, as the paper's Table 3 counts them: the data row,
-its scales, and 4 bytes an expert id and a router weight.
+What the all-to-all and the grouped GEMMs see of a model: the routed width (Kimi-K3: the latent one), the experts, and
+the formats that its release implies. Bytes are per token and target rank, as the paper's Table 3 counts them: the data
+row, its scales, and 4 bytes an expert id and a router weight.
 """
 
 from __future__ import annotations

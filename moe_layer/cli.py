@@ -108,6 +108,7 @@ def positive(text: str) -> int:
 def build_parser() -> Parser:
     """The parser of the command and its subcommands. Imports neither torch nor what the commands need."""
     from moe_layer import __version__
+    from moe_layer.cli_bench import add_commands
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="moe-layer", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
@@ -183,6 +184,7 @@ def build_parser() -> Parser:
     doctor.add_argument(
         "--activation-format", choices=ACTIVATION_FORMATS, help="payload of dispatch (default: what the model implies)"
     )
+    add_commands(commands)  # bench, compile
     return parser
 
 

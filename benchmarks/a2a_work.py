@@ -1,0 +1,318 @@
+"""One rank's dispatch and combine as the harness times them, with checks of every output, and NCCL's as a peer.
+
+Before and after the timed replays, an eager step sends fresh random rows, scales, ids and weights, computes partial
+results that depend on all of them, and compares the combined output with the same sum formed at the source, bit by bit.
+In the timed steps nothing computes: each rank's combine input holds one random row in every slot, so that the output
+of the last step is known whatever slots the tokens took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_layer.benchmarks.harness import Work
+from moe_layer.benchmarks.ranks import LocalRank, Ranks
+from moe_layer.benchmarks.routing import Routing, copies
+from moe_layer.benchmarks.shapes import Shape
+from moe_layer.comm import Channel, DispatchResult, ExpertParallelComm, ExpertPlacement
+from moe_layer.errors import CommunicationError, ConfigError
+
+TIMEOUT_S = 30.0  # of a wait between ranks: far beyond any step, short enough for a benchmark
+# Protocol → options of a one-sided channel beyond its protocol.
+ONE_SIDED: dict[str, dict[str, Any]] = {
+    "sentinel": {},
+    "fence": {},
+    "fence+push": {"push_combine": True},
+    "fence+fp8": {"fp8_combine": True},
+    "auto": {},
+}
+PORTABLE = ("collective", "loopback")
+PEERS = ("nccl",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        shape: whose rows travel.
+        tokens: T on every rank, and T̂.
+        protocol: a key of :data:`ONE_SIDED`, one of :data:`PORTABLE` or of :data:`PEERS`.
+        ep_size: ranks.
+        routing: which experts the tokens select.
+        seed: of ids and values.
+    """
+
+    shape: Shape
+    tokens: int
+    protocol: str
+    ep_size: int
+    routing: Routing
+    seed: int = 0
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        return ExpertPlacement.contiguous(self.shape.num_experts, self.ep_size)
+
+    def ids(self, rank: int) -> torch.Tensor:
+        """``[T, top_k]`` int32, on the CPU, of source rank ``rank``."""
+        return self.routing.ids(self.tokens, self.shape.top_k, self.placement, rank, self.seed)
+
+    @property
+    def combine_bytes(self) -> int:
+        """Bytes of a partial result on the wire."""
+        return self.shape.combine_bytes // (2 if self.protocol == "fence+fp8" else 1)
+
+    @property
+    def combine_pulls(self) -> bool:
+        """Whether combine loads from its peers rather than being stored to."""
+        return self.protocol in ("fence", "fence+fp8")
+
+
+@contextmanager
+def prepared(ranks: Ranks, case: Case) -> Iterator[list[Work]]:
+    """The work of each local rank, checked by an eager step before and after. Collective.
+
+    Raises:
+        ConfigError: a protocol that these processes cannot run.
+        CommunicationError: an output that differs from the reference.
+    """
+    if case.protocol in PEERS:
+        yield [NcclWork(ranks, rank, case).work() for rank in ranks.local]
+        return
+    channels = _channels(ranks, case)
+    works = [OneRank(channel, rank, case) for channel, rank in zip(channels, ranks.local)]
+    check_one_step(ranks, works)
+    yield [work.work() for work in works]
+    check_one_step(ranks, works)
+    for channel in channels:
+        channel.destroy()
+
+
+def _channels(ranks: Ranks, case: Case) -> list[Channel]:
+    from moe_layer.comm import create_channel
+
+    common: dict[str, Any] = {"max_tokens_per_rank": case.tokens, "timeout_s": TIMEOUT_S}
+    if case.protocol in PORTABLE:
+        if len(ranks.local) > 1:
+            raise ConfigError(f"protocol {case.protocol!r} needs a process a rank (launch 'process')")
+        return [create_channel(ranks.group, protocol=case.protocol, device=ranks.local[0].device, **common)]
+    options = {"protocol": case.protocol.partition("+")[0], **common, **ONE_SIDED[case.protocol]}
+    if ranks.group is None:
+        from moe_layer.comm.emulation import emulated_channels
+
+        return list(emulated_channels([rank.device for rank in ranks.local], **options))
+    from moe_layer.comm.onesided import OneSidedChannel
+
+    return [OneSidedChannel(ranks.group, device=ranks.local[0].device, **options)]
+
+
+class OneRank:
+    """One rank's tensors and calls.
+
+    Payload bytes of quantized formats are random bytes; BF16 rows are normal. The ids stay as drawn.
+    """
+
+    def __init__(self, channel: Channel, rank: LocalRank, case: Case) -> None:
+        shape, device = case.shape, rank.device
+        self.case, self.rank, self.channel = case, rank, channel
+        self.placement = case.placement
+        self.comm: ExpertParallelComm = channel.communicator(self.placement, shape.hidden_size)
+        self.ids = case.ids(rank.rank).to(device)
+        self.rank_of = self.placement.rank_table(device)
+        self.sent = copies(self.ids.cpu(), self.placement).to(device)
+        dtype = torch.bfloat16 if shape.activation_format == "bf16" else torch.uint8
+        self.x = torch.empty(case.tokens, shape.data_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.scale: torch.Tensor | None = None
+        if shape.scale_bytes:
+            self.scale = torch.empty(case.tokens, shape.scale_bytes, dtype=torch.uint8, device=device)
+        self.weights = torch.empty(case.tokens, shape.top_k, device=device)
+        self.output = torch.empty(case.tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
+        self.generator = torch.Generator(device).manual_seed(case.seed * 1000 + rank.rank)
+        self.buffer: torch.Tensor | None = None  # the combine input, known from the first step on
+        self.expected: torch.Tensor | None = None
+        # Partial results that travel as E4M3 are rounded to it beforehand, so that a reference stays exact.
+        self.coarse = case.protocol == "fence+fp8"
+
+    def work(self) -> Work:
+        capturable = self.rank.device.type == "cuda" and self.case.protocol not in PORTABLE
+        return Work({"dispatch": self.dispatch, "combine": self.combine}, self.refresh, self.check, capturable)
+
+    def dispatch(self) -> DispatchResult:
+        return self.comm.dispatch(
+            self.x, self.ids, self.weights, hidden_states_scale=self.scale, runtime_max_tokens_per_rank=self.case.tokens
+        )
+
+    def combine(self) -> None:
+        self.buffer = self.comm.get_combine_input_buffer()
+        self.comm.combine(self.buffer, output=self.output)
+
+    def randomize(self) -> None:
+        """Fresh inputs and a poisoned output."""
+        if self.x.dtype == torch.uint8:
+            self.x.random_(0, 256, generator=self.generator)
+        else:
+            self.x.normal_(generator=self.generator)
+        if self.scale is not None:
+            self.scale.random_(0, 256, generator=self.generator)
+        self.weights.uniform_(generator=self.generator)
+        self.output.fill_(float("nan"))
+
+    def refresh(self, repeat: int) -> None:
+        """As :meth:`randomize`, and a row for every slot of the combine input, another on every rank and repeat."""
+        self.randomize()
+        total = torch.zeros(self.output.shape, device=self.rank.device)
+        for r in range(self.case.ep_size):
+            row = self._row(r, repeat)
+            if r == self.rank.rank and self.buffer is not None:
+                self.buffer.copy_(row.expand_as(self.buffer))
+            total = torch.where(self.sent[:, r, None], total + row.float(), total)
+        # A combine that rewrites its input in place leaves the next step another one; eager steps alone check it.
+        self.expected = None if self.coarse else total.bfloat16()
+
+    def _row(self, rank: int, repeat: int) -> torch.Tensor:
+        """``[hidden]`` BF16, the same in every process."""
+        generator = torch.Generator().manual_seed((self.case.seed * 1000 + rank) * 1000 + repeat)
+        return torch.randn(self.case.shape.hidden_size, generator=generator).bfloat16().to(self.rank.device)
+
+    def check(self) -> None:
+        """The last step's output, to the bit."""
+        self.raise_reported()
+        if self.expected is not None:
+            self.compare(self.expected)
+
+    def raise_reported(self) -> None:
+        report = getattr(self.channel, "raise_reported", None)  # one-sided channels: what a kernel gave up on
+        if report is not None:
+            report()
+
+    def compare(self, expected: torch.Tensor) -> None:
+        wrong = (self.output.view(torch.int16) != expected.view(torch.int16)).any(1).nonzero().flatten()
+        if wrong.numel():
+            raise CommunicationError(
+                f"rank {self.rank.rank}: {wrong.numel()} of {self.case.tokens} combined rows differ from the "
+                f"reference, the first is row {int(wrong[0])}"
+            )
+
+    # ---- one step with computed partial results ----
+
+    def compute(self, received: DispatchResult) -> None:
+        """Fill the combine input from what was received; slots without a token hold NaN."""
+        self.raise_reported()
+        self.buffer = self.comm.get_combine_input_buffer()
+        valid = (received.topk_ids >= 0).any(1)
+        assert received.topk_weights is not None
+        partial = self.partial(
+            self.rank.rank, received.hidden_states, received.topk_ids, received.topk_weights,
+            received.hidden_states_scale,
+        )  # fmt: skip
+        self.buffer.copy_(torch.where(valid[:, None], partial, float("nan")))
+
+    def reference(self) -> torch.Tensor:
+        """``[T, hidden]`` BF16: every target rank's partial result of this rank's tokens, summed in rank order."""
+        total = torch.zeros(self.output.shape, device=self.rank.device)
+        for r in range(self.case.ep_size):
+            partial = self.partial(r, self.x, self.ids, self.weights, self.scale)
+            total = torch.where(self.sent[:, r, None], total + partial.float(), total)
+        return total.bfloat16()
+
+    def partial(
+        self, rank: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[n, hidden]`` BF16: all of a token's bytes times the sum of its weights for the experts of ``rank``."""
+        hidden = self.case.shape.hidden_size
+        column = torch.arange(hidden, device=x.device)
+        values = x[:, column % x.shape[1]].float()
+        if scale is not None:
+            values = values + scale[:, column % scale.shape[1]].float()
+        weight = torch.zeros(x.shape[0], device=x.device)
+        for j in range(ids.shape[1]):
+            known = ids[:, j] >= 0
+            local = known & (self.rank_of[torch.where(known, ids[:, j], 0).long()] == rank)
+            weight = torch.where(local, weight + weights[:, j], weight)
+        # At most 510 · 32 / 64, within E4M3's 448.
+        partial = values * weight[:, None] / 64
+        return (partial.to(torch.float8_e4m3fn).float() if self.coarse else partial).bfloat16()
+
+
+def check_one_step(ranks: Ranks, works: Sequence[OneRank]) -> None:
+    """Dispatch, compute and combine on every local rank, and compare with the reference.
+
+    Ranks of one process go phase by phase with waits between: nothing that might wait for an idle GPU may be issued
+    while a rank spins for one that has not been launched.
+    """
+    received = []
+    for work in works:
+        with work.rank.active():
+            work.randomize()
+    ranks.synchronize()
+    for work in works:
+        with work.rank.active():
+            received.append(work.dispatch())
+    ranks.synchronize()
+    for work, result in zip(works, received):
+        with work.rank.active():
+            work.compute(result)
+    ranks.synchronize()
+    for work in works:
+        with work.rank.active():
+            work.combine()
+    ranks.synchronize()
+    for work in works:
+        with work.rank.active():
+            work.raise_reported()
+            work.compare(work.reference())
+
+
+class NcclWork:
+    """The bytes of dispatch and of combine through ``all_to_all_single``, with row counts known beforehand.
+
+    What a collective needs beside them is left out (counts, packing, unpacking and the sum), so this is less than any
+    all-to-all built on it takes.
+    """
+
+    def __init__(self, ranks: Ranks, rank: LocalRank, case: Case) -> None:
+        if ranks.group is None or not ranks.is_cuda:
+            raise ConfigError("peer 'nccl' needs a process a rank and a GPU for each (launch 'process')")
+        self.case, self.rank, self.group = case, rank, ranks.group
+        matrix = torch.stack([copies(case.ids(r), case.placement).sum(0) for r in range(ranks.size)])
+        self.send, self.receive = matrix[rank.rank].tolist(), matrix[:, rank.rank].tolist()
+        shape = case.shape
+
+        def buffer(rows: int, nbytes: int) -> torch.Tensor:
+            return torch.empty(rows, nbytes, dtype=torch.uint8, device=rank.device)
+
+        self.sent, self.received = (buffer(sum(n), shape.dispatch_bytes) for n in (self.send, self.receive))
+        self.partials, self.returned = (buffer(sum(n), shape.combine_bytes) for n in (self.receive, self.send))
+
+    def work(self) -> Work:
+        return Work({"dispatch": self.dispatch, "combine": self.combine}, self.refresh, self.check)
+
+    def dispatch(self) -> None:
+        dist.all_to_all_single(self.received, self.sent, self.receive, self.send, group=self.group)
+
+    def combine(self) -> None:
+        dist.all_to_all_single(self.returned, self.partials, self.send, self.receive, group=self.group)
+
+    def refresh(self, repeat: int) -> None:
+        self.repeat = repeat
+        self.sent.copy_(self._row(self.rank.rank, self.sent.shape[1]).expand_as(self.sent))
+        self.partials.copy_(self._row(self.rank.rank, self.partials.shape[1]).expand_as(self.partials))
+        self.received.zero_()
+        self.returned.zero_()
+
+    def _row(self, rank: int, nbytes: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed((self.case.seed * 1000 + rank) * 1000 + self.repeat)
+        return torch.randint(1, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(self.rank.device)
+
+    def check(self) -> None:
+        for arrived, counts in ((self.received, self.receive), (self.returned, self.send)):
+            for r, rows in enumerate(arrived.split(counts)):
+                if not torch.equal(rows, self._row(r, arrived.shape[1]).expand_as(rows)):
+                    raise CommunicationError(f"rank {self.rank.rank}: rows from rank {r} arrived damaged")

@@ -1,0 +1,220 @@
+"""Filling the kernel cache ahead of time (``moe-layer compile``), on any machine, GPU or not.
+
+What a layer compiles at its first step depends on its row widths, top_k, number of experts and group size, and on the
+GPU's architecture; a cache filled with the same values on a build machine serves it without a compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_layer.benchmarks.shapes import Shape
+from moe_layer.comm.layout import align
+from moe_layer.comm.spec import CombineSpec, DispatchSpec
+from moe_layer.errors import ConfigError, UnsupportedDeviceError
+from moe_layer.kernel_cache import ARCHITECTURES, cache_folder, dsl_available
+
+ID_BYTES = {"int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that are compiled together: a layer's dispatches, or its combines of one pair of dtypes."""
+
+    arch: str
+    name: str
+    build: Callable[[], Any]
+
+
+def architectures(names: Sequence[str]) -> list[str]:
+    """The architectures to compile for: ``names``, else those of this machine's GPUs, else all.
+
+    Raises:
+        ConfigError: an architecture without kernels.
+    """
+    for name in names:
+        if name not in ARCHITECTURES:
+            raise ConfigError(f"no kernels for architecture {name!r}; there are kernels for {', '.join(ARCHITECTURES)}")
+    if names:
+        return list(dict.fromkeys(names))
+    import torch
+
+    from moe_layer.backend import architecture
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = {architecture(torch.device("cuda", index)) for index in range(count)}
+    return [arch for arch in ARCHITECTURES if arch in present or not present & set(ARCHITECTURES)]
+
+
+def families(
+    shapes: Sequence[Shape], ep_sizes: Sequence[int], archs: Sequence[str], ids: Sequence[str], *, fp8_combine: bool
+) -> list[Family]:
+    """Everything that layers of these shapes compile, a family once.
+
+    Args:
+        ids: dtypes of the ids passed to dispatch, of :data:`ID_BYTES`; the layers' own router gives int32.
+        fp8_combine: also the kernels of that option.
+    """
+    from moe_layer.comm.launch import combine_kernels, dispatch_kernels, give_up_kernel
+
+    def dispatch(spec: DispatchSpec, arch: str) -> Family:
+        name = (
+            f"dispatch of {spec.hidden_bytes} + {spec.scale_bytes} B rows, top {spec.top_k} of {spec.num_experts} "
+            f"({spec.id_bytes}-byte ids), {spec.ep_size} ranks"
+        )
+        return Family(arch, name, lambda: dispatch_kernels(spec, arch))
+
+    def combine(spec: CombineSpec, arch: str) -> Family:
+        dtypes = {1: "E4M3", 2: "BF16", 4: "FP32"}
+        name = (
+            f"combine of {spec.combine_bytes} B rows, {dtypes[spec.element_bytes]} to {dtypes[spec.output_bytes]}, "
+            f"{spec.ep_size} ranks"
+        )
+        return Family(arch, name, lambda: combine_kernels(spec, arch))
+
+    def give_up(ep_size: int, in_combine: bool, arch: str) -> Family:
+        name = f"giving up {'combine' if in_combine else 'dispatch'}, {ep_size} ranks"
+        return Family(arch, name, lambda: give_up_kernel(ep_size, in_combine, arch))
+
+    found: dict[tuple[str, Any], Family] = {}
+    for arch in archs:
+        for ep_size in ep_sizes:
+            for shape in shapes:
+                for name in ids:
+                    spec = DispatchSpec(
+                        ep_size, shape.top_k, shape.num_experts, True, align(shape.data_bytes),
+                        align(shape.scale_bytes), True, ID_BYTES[name],
+                    )  # fmt: skip
+                    found[arch, spec] = dispatch(spec, arch)
+                for element_bytes in (1, 2, 4) if fp8_combine else (2, 4):
+                    for output_bytes in (2, 4):
+                        row = align(shape.hidden_size * max(2, element_bytes))
+                        combined = CombineSpec(ep_size, row, element_bytes, output_bytes)
+                        found[arch, combined] = combine(combined, arch)
+            for in_combine in (False, True):
+                found[arch, (ep_size, in_combine)] = give_up(ep_size, in_combine, arch)
+    return list(found.values())
+
+
+def compile_families(work: Sequence[Family]) -> Iterator[dict[str, Any]]:
+    """Compile each family that the cache lacks.
+
+    Yields:
+        what became of it: name, architecture, seconds, files that were already there or are new, and their bytes.
+
+    Raises:
+        UnsupportedDeviceError: the CuTe DSL is not installed.
+        ConfigError: the cache is turned off, or cannot be written.
+    """
+    folder = _usable_folder()
+    # The cache only warns where it cannot write, which is right for a layer and wrong here.
+    warnings = _Collector()
+    logger = logging.getLogger("moe_layer.kernel_cache")
+    logger.addHandler(warnings)
+    try:
+        for family in work:
+            before = _files(folder)
+            start = time.perf_counter()
+            family.build()
+            seconds = time.perf_counter() - start
+            new = {name: size for name, size in _files(folder).items() if name not in before}
+            failed = [message for message in warnings.messages if "could not be written" in message]
+            if failed:
+                raise ConfigError(failed[0])
+            yield {
+                "family": family.name,
+                "arch": family.arch,
+                "seconds": seconds,
+                "compiled": sorted(new),
+                "bytes": sum(new.values()),
+            }
+    finally:
+        logger.removeHandler(warnings)
+
+
+def _usable_folder() -> Path:
+    folder = cache_folder()
+    if folder is None:
+        raise ConfigError("MOE_LAYER_CACHE=off turns the kernel cache off; unset it, or set it to a folder")
+    if not dsl_available():
+        raise UnsupportedDeviceError(
+            "the CuTe DSL is not installed (pip install 'moe-layer[cuda]'); a cache filled elsewhere can be copied here"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the kernel cache {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.glob("*.o")}
+
+
+class _Collector(logging.Handler):
+    """Keeps a logger's messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def run(work: Sequence[Family], *, progress: bool = True) -> dict[str, Any]:
+    """Compile and report: see :func:`compile_families`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    done: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
+        task = bar.add_task("compiling", total=len(work))
+        for entry in compile_families(work):
+            done.append(entry)
+            bar.update(task, advance=1, description=f"{entry['arch']}: {entry['family']}")
+    folder = _usable_folder()
+    files = _files(folder)
+    return {
+        "folder": str(folder),
+        "families": done,
+        "compiled": sum(len(entry["compiled"]) for entry in done),
+        "compiled_bytes": sum(entry["bytes"] for entry in done),
+        "seconds": time.perf_counter() - start,
+        "cache_files": len(files),
+        "cache_bytes": sum(files.values()),
+    }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The report as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for column in ("arch", "kernels", "new", "KiB", "s"):
+        table.add_column(
+            column, justify="left" if column in ("arch", "kernels") else "right", no_wrap=column != "kernels"
+        )
+    for entry in report["families"]:
+        new = len(entry["compiled"])
+        table.add_row(
+            entry["arch"], entry["family"], str(new) if new else "there", f"{entry['bytes'] / 1024:.0f}" if new else "",
+            f"{entry['seconds']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"{report['compiled']} kernels compiled, {report['compiled_bytes'] / 1024:.0f} KiB, in "
+        f"{report['seconds']:.1f} s; "
+        f"the cache has {report['cache_files']}, {report['cache_bytes'] / 1024:.0f} KiB: {report['folder']}",
+        markup=False,
+    )
