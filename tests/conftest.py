@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # pytest's importlib mode puts no test folder on sys.path; helper modules live in one folder of their own.
 sys.path.append(str(Path(__file__).parent / "helpers"))
@@ -15,6 +17,12 @@ sys.path.append(str(Path(__file__).parent / "helpers"))
 from distributed_harness import RankPool
 
 MAX_RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Every test draws its own random numbers, the same in any order and on any worker."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")

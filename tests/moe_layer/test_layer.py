@@ -182,7 +182,7 @@ def test_zero_tokens_stay_zero() -> None:
 def test_an_expert_without_tokens_gets_no_ghost() -> None:
     """TensorRT-LLM#14146: NaN weights of experts that nobody chose must not show."""
     layer = make("mixtral", seed=12, **FP32)
-    x = torch.randn(6, 64)
+    x = torch.randn(3, 64)  # top-2: at most six of the eight experts
     clean, chosen = layer(x), set(layer.gate(x)[0].flatten().tolist())
     for expert in set(range(8)) - chosen:
         layer.routed_experts.gate_up.data[expert] = torch.nan
