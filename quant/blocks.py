@@ -15,6 +15,11 @@ def as_float32(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to(torch.float32).contiguous()
 
 
+def divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    """``x / number``, correctly rounded everywhere: by a Python number, CUDA multiplies with the rounded reciprocal."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """``[..., N, K]`` → blocks. A view of ``x`` if every block is full, else a padded copy."""
     rows, columns = block

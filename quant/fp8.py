@@ -39,7 +39,7 @@ class Fp8(Format):
     def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
-        scale = (blocks.finite_amax(parts, self.block) / e4m3.MAX).clamp_(min=MIN_SCALE)
+        scale = blocks.divide(blocks.finite_amax(parts, self.block), e4m3.MAX).clamp_(min=MIN_SCALE)
         elements = e4m3.encode(parts / blocks.spread(scale, self.block))
         return QuantizedTensor(self.name, blocks.merge(elements, self.block, x.shape), scale, None, x.shape[-1])
 

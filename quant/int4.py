@@ -39,7 +39,7 @@ class Int4(Format):
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
         amax = blocks.amax(parts, self.block)
-        scale = (amax / HALF_RANGE).clamp_(min=MIN_SCALE).to(torch.bfloat16)
+        scale = blocks.divide(amax, HALF_RANGE).clamp_(min=MIN_SCALE).to(torch.bfloat16)
         scale = torch.where(amax.isfinite(), scale, torch.nan)
         q = (parts / blocks.spread(scale.to(torch.float32), self.block)).round_().clamp_(MIN, MAX).nan_to_num_(nan=0.0)
         codes = (q + OFFSET).to(torch.uint8)

@@ -47,7 +47,7 @@ class NvFp4(Format):
         amax = blocks.amax(parts, self.block)
         if global_scale is None:
             row_amax = amax.nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
-            global_scale = (row_amax / (e2m1.MAX * e4m3.MAX)).clamp_(min=MIN_GLOBAL_SCALE)
+            global_scale = blocks.divide(row_amax, e2m1.MAX * e4m3.MAX).clamp_(min=MIN_GLOBAL_SCALE)
         ratio = (amax / (e2m1.MAX * global_scale)).clamp_(e4m3.MIN_SUBNORMAL, e4m3.MAX)
         ratio = torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), ratio, math.nan))
         scale = e4m3.encode(ratio)

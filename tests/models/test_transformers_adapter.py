@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -223,12 +224,15 @@ SIZES = {"num_experts": 5, "hidden_size": 256, "moe_intermediate_size": 128, "hi
 def fp8_experts(fmt: str, swiglu_limit: float | None = None, **sizes: int) -> Any:
     """transformers' FP8Experts with random weights in one of its storage formats."""
     block = {"mxfp4": None, "mxfp8": (1, 32)}.get(fmt, BLOCK[fmt])
-    config = SimpleNamespace(**{**SIZES, **sizes}, swiglu_limit=swiglu_limit)
+    expert_dtype = "fp4" if fmt == "mxfp4" else "fp8"
+    config = SimpleNamespace(**{**SIZES, **sizes}, swiglu_limit=swiglu_limit, expert_dtype=expert_dtype)
+    # An argument in newer versions, in older ones a field of the config.
+    takes_dtype = "expert_dtype" in inspect.signature(finegrained_fp8.FP8Experts).parameters
     module = finegrained_fp8.FP8Experts(
         config,
         block_size=block,
         scale_fmt="float" if fmt == "fp8_128x128" else "ue8m0",
-        expert_dtype="fp4" if fmt == "mxfp4" else "fp8",
+        **({"expert_dtype": expert_dtype} if takes_dtype else {}),
     )
     for name in ("gate_up_proj", "down_proj"):
         weight, scale = getattr(module, name), getattr(module, name + "_scale_inv")
