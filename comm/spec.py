@@ -10,14 +10,14 @@ VECTOR_BYTES = 16
 WARP = 32
 # At about 40 registers a thread, which the Fence kernels of two ranks take, so many threads are resident together.
 THREADS_PER_SM = 1536
-# A thread holds a vector and an address for each rank: beyond four ranks, 64 registers a thread would spill.
-MAX_PAYLOAD_WARPS_MANY_RANKS = 15
-MAX_PAYLOAD_WARPS = 31  # with the routing warp, a block's 1024 threads
+# (ranks up to, payload warps at most). With the routing warp 31 fill a block's 1024 threads; a thread holds a vector
+# and an address for each rank, so that more ranks need more registers a thread and leave room for fewer threads.
+PAYLOAD_WARP_LIMITS = ((4, 31), (8, 15), (1 << 30, 7))
 
 
 def _warps(vectors: int, ep_size: int) -> int:
     """Warps that hold ``vectors`` with as few chunks as fit, then as few idle lanes as possible."""
-    limit = MAX_PAYLOAD_WARPS if ep_size <= 4 else MAX_PAYLOAD_WARPS_MANY_RANKS
+    limit = next(warps for ranks, warps in PAYLOAD_WARP_LIMITS if ep_size <= ranks)
     chunks = -(-vectors // (limit * WARP))
     return max(1, -(-vectors // (chunks * WARP)))
 

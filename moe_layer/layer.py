@@ -130,6 +130,10 @@ class MoELayer(nn.Module):
         width, inner, count = cfg.routed_hidden_size, cfg.moe_intermediate_size, len(self.local_experts)
         self.comm = self.ep.communicator(self.placement, width)
         self.partial_dtype = torch.float32 if activation_format == "fp32" else torch.bfloat16
+        wire = self._wire_format
+        # A scale a row may travel with two-level formats; see Format.to_wire.
+        scale_bytes = wire.scale_row_bytes(width, per_row_global_scale=wire.two_level)
+        self.comm.reserve(wire.row_bytes(width), scale_bytes, cfg.num_experts_per_tok, self.partial_dtype.itemsize)
         self.profiler: Profiler | None = None
 
         place = self.device if allocate else torch.device("meta")
