@@ -38,7 +38,7 @@ from moe_layer.comm.layout import (
     align,
 )
 from moe_layer.comm.placement import ExpertPlacement
-from moe_layer.comm.rows import as_byte_rows, row_bytes, row_shape
+from moe_layer.comm.rows import aligned_rows, row_bytes, row_shape, takes_vectors
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.comm.status import RECORD_WORDS, ErrorCode, explain
 from moe_layer.comm.symmetric import SymmetricMemory, TorchSymmetricMemory
@@ -257,8 +257,8 @@ class OneSidedComm(ExpertParallelComm):
             check_dispatch(self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale)
             tokens, top_k = topk_ids.shape
             t_hat = channel.tokens_per_rank(tokens, runtime_max_tokens_per_rank)
-            hidden, hidden_bytes = _aligned_rows(hidden_states)
-            scale, scale_bytes = _aligned_rows(hidden_states_scale)
+            hidden, hidden_bytes = aligned_rows(hidden_states)
+            scale, scale_bytes = aligned_rows(hidden_states_scale)
             key = (hidden_bytes, scale_bytes, top_k, topk_weights is not None, topk_ids.element_size())
             launch = self._known.get(key) or self._prepare(key)
             sentinel = launch.sentinel_limit >= t_hat
@@ -384,7 +384,7 @@ class OneSidedComm(ExpertParallelComm):
         wire_dtype = output.dtype if output.dtype in (torch.bfloat16, torch.float32) else torch.float32
         combine_bytes = align(self.hidden_size * dtype.itemsize)
         width = combine_bytes // dtype.itemsize
-        direct = output if width == self.hidden_size and _is_direct(output, wire_dtype) else None
+        direct = output if width == self.hidden_size and takes_vectors(output, wire_dtype) else None
         if direct is None:
             direct = torch.empty(step.tokens, width, dtype=wire_dtype, device=channel.device)
         fp8 = channel.fp8_combine and not step.sentinel and dtype == torch.bfloat16
@@ -492,27 +492,3 @@ class _Launcher:
         self.kernels[parts](
             memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, *waiters, grid
         )
-
-
-def _aligned_rows(tensor: torch.Tensor | None) -> tuple[Any, int]:
-    """Byte rows whose starts and lengths are multiples of 16, padded with zeros where the caller's are not."""
-    if tensor is None:
-        return None, 0
-    rows = as_byte_rows(tensor)
-    length = rows.shape[1]
-    wanted = align(length)
-    if length != wanted:
-        rows = torch.nn.functional.pad(rows, (0, wanted - length))
-    elif rows.data_ptr() % 16:
-        rows = rows.clone()
-    return rows, wanted
-
-
-def _is_direct(output: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a combine kernel may store 16-byte vectors straight into ``output``."""
-    return (
-        output.dtype == dtype
-        and output.stride(1) == 1
-        and (output.stride(0) * dtype.itemsize) % 16 == 0
-        and output.data_ptr() % 16 == 0
-    )

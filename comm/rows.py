@@ -62,6 +62,30 @@ def as_byte_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8).view(shape)
 
 
+def aligned_rows(tensor: torch.Tensor | None, alignment: int = ROW_ALIGNMENT) -> tuple[torch.Tensor | None, int]:
+    """(byte rows, bytes of one), starts and lengths at multiples of ``alignment``; others are copied, zero-padded."""
+    if tensor is None:
+        return None, 0
+    rows = as_byte_rows(tensor)
+    length = rows.shape[1]
+    wanted = -(-length // alignment) * alignment
+    if length != wanted:
+        rows = torch.nn.functional.pad(rows, (0, wanted - length))
+    elif rows.data_ptr() % alignment:
+        rows = rows.clone()
+    return rows, wanted
+
+
+def takes_vectors(output: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a combine kernel may store 16-byte vectors straight into ``output``."""
+    return (
+        output.dtype == dtype
+        and output.stride(1) == 1
+        and (output.stride(0) * dtype.itemsize) % 16 == 0
+        and output.data_ptr() % 16 == 0
+    )
+
+
 def as_typed_rows(buffer: torch.Tensor, num_rows: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The start of a flat uint8 ``buffer`` as ``[num_rows, *shape]`` of ``dtype``, sharing memory."""
     count = num_rows * torch.Size(shape).numel()
