@@ -16,6 +16,7 @@ from moe_layer.benchmarks.a2a import Bench, Plan
 from moe_layer.benchmarks.a2a_crossover import find_crossover, write_crossover
 from moe_layer.benchmarks.machine import describe
 from moe_layer.benchmarks.session import SessionError
+from moe_layer.errors import ConfigError
 
 OK, SOME_FAILED, NOT_STARTED = 0, 1, 2
 
@@ -33,6 +34,8 @@ def run(plan: Plan, *, json_file: str | None = None, crossover: str | None = Non
         an exit code: 0, 1 if a case failed, 2 if the processes did not start.
     """
     with Bench(plan) as bench:
+        if crossover is not None and bench.device_type == "cpu":
+            raise ConfigError("the crossover is between Sentinel and Fence, which run between GPUs; there is none here")
         main = bench.session.is_main
         console = Console(stderr=json_file == "-", highlight=False, quiet=not main, soft_wrap=True)
         stream = _open(json_file) if main else None

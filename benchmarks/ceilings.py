@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_layer.benchmarks.harness import Options, Work, measure, run_steps
+from moe_layer.benchmarks.harness import Options, Work, measure
 from moe_layer.benchmarks.ranks import LocalRank, Ranks
 from moe_layer.comm.symmetric import SymmetricMemory, TorchSymmetricMemory, emulated_memories
 from moe_layer.errors import CommunicationError, UnsupportedDeviceError
@@ -150,5 +150,4 @@ def _launch_time(ranks: Ranks) -> float:
         return Work({"empty": lambda: kernel(anchor, 0)})
 
     works = [work_of(rank) for rank in ranks.local]
-    run_steps(ranks, works, 1)
     return measure(ranks, works, Options(repeats=5)).step_us

@@ -34,7 +34,7 @@ from moe_layer.errors import ConfigError
 EAGER_STEPS = 3  # before a capture: lazy initialisation must be over
 DEFAULT_L2_BYTES = 128 << 20  # where the driver does not tell; no GPU so far has more
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def slowest(per_process: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     return [max(v for process in per_process for v in process[i]) for i in range(len(per_process[0]))]
 
 
-def _each(ranks: Ranks, works: Sequence[Work], call: Callable[[Work], None]) -> None:
+def _each(ranks: Ranks, works: Sequence[Work], call: Callable[[Work], object]) -> None:
     for rank, work in zip(ranks.local, works):
         with rank.active():
             call(work)

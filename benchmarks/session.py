@@ -17,6 +17,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -115,30 +116,32 @@ class _SpawnedSession(Session):
         self.size, self.launch, self.device_type = size, launch, kind
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S) -> list[Any]:
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((function, args))
+            with suppress(ConnectionError):  # a process that has ended since: noticed when its answer is awaited
+                connection.send((function, args))
         return self._collect(timeout_s)
 
     def _start(self) -> None:
         count = 1 if self.launch == "single" else self.size
         context = multiprocessing.get_context("spawn")
-        with tempfile.TemporaryDirectory(prefix="moe-layer-bench-") as folder:
-            for index in range(count):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(index, count, self.size, self.device_type, str(Path(folder) / "store"), theirs),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
-            self._collect(START_TIMEOUT_S)  # the rendezvous file is needed no longer
+        # Through its file the processes also make later connections (NCCL's, symmetric memory's).
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-layer-bench-")
+        store = str(Path(self._folder.name) / "store")
+        for index in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(index, count, self.size, self.device_type, store, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._collect(START_TIMEOUT_S)
 
     def _collect(self, timeout_s: float) -> list[Any]:
         results: list[Any] = [None] * len(self._connections)
@@ -152,12 +155,9 @@ class _SpawnedSession(Session):
                     problems[index] = (f"no answer within {timeout_s:g} s", "")
                 break
             for connection in ready:
+                assert isinstance(connection, Connection)
                 index = waiting.pop(connection)
-                try:
-                    good, value = connection.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
-                    self._processes[index].join(AFTER_FAILURE_S)
-                    good, value = False, (f"the process ended with exit code {self._processes[index].exitcode}", "")
+                good, value = self._receive(index)
                 if good:
                     results[index] = value
                 else:
@@ -165,10 +165,19 @@ class _SpawnedSession(Session):
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
         if problems:
             self.close()
-            first = min(problems, key=list(problems).index)
-            summary = problems[first][0] if len(self._connections) == 1 else f"process {first}: {problems[first][0]}"
+            first = next(iter(problems))  # in time: what the others report may be a consequence
+            summary = f"process {first}: {problems[first][0]}" if len(results) > 1 else problems[first][0]
             raise SessionError(summary, "\n".join(f"---- process {i}\n{t}" for i, (_, t) in sorted(problems.items())))
         return results
+
+    def _receive(self, index: int) -> tuple[bool, Any]:
+        """(good?, result or (summary, details)) of a process that has answered or ended."""
+        try:
+            answer: tuple[bool, Any] = self._connections[index].recv()
+        except (EOFError, ConnectionError):
+            self._processes[index].join(AFTER_FAILURE_S)
+            return False, (f"the process ended with exit code {self._processes[index].exitcode}", "")
+        return answer
 
     def close(self) -> None:
         for process in self._processes:
@@ -178,6 +187,9 @@ class _SpawnedSession(Session):
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 class _TorchrunSession(Session):

@@ -27,6 +27,7 @@ class Shape:
         intermediate_size: of an expert.
         num_experts, top_k: the paper's E and k.
         activation_format, weight_format: names of :mod:`moe_layer.quant`.
+        title: as in print.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Shape:
     top_k: int
     activation_format: str
     weight_format: str
+    title: str
 
     @property
     def label(self) -> str:
@@ -67,14 +69,14 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("deepseek_v3", 7168, 2048, 256, 8, "fp8", "fp8"),
-        Shape("deepseek_v4", 4096, 2048, 256, 6, "mxfp8", "mxfp4"),
-        Shape("deepseek_v4_pro", 7168, 3072, 384, 6, "mxfp8", "mxfp4"),
-        Shape("deepseek_v41", 5120, 2304, 384, 6, "mxfp8", "mxfp4"),
-        Shape("kimi_k2", 7168, 2048, 384, 8, "fp8", "fp8"),
-        Shape("kimi_k2_thinking", 7168, 2048, 384, 8, "bf16", "int4"),
-        Shape("kimi_linear", 2304, 1024, 256, 8, "bf16", "bf16"),
-        Shape("kimi_k3", 3584, 3072, 896, 16, "mxfp8", "mxfp4"),
+        Shape("deepseek_v3", 7168, 2048, 256, 8, "fp8", "fp8", "DeepSeek-V3"),
+        Shape("deepseek_v4", 4096, 2048, 256, 6, "mxfp8", "mxfp4", "DeepSeek-V4"),
+        Shape("deepseek_v4_pro", 7168, 3072, 384, 6, "mxfp8", "mxfp4", "DeepSeek-V4-Pro"),
+        Shape("deepseek_v41", 5120, 2304, 384, 6, "mxfp8", "mxfp4", "DeepSeek-V4.1-Flash"),
+        Shape("kimi_k2", 7168, 2048, 384, 8, "fp8", "fp8", "Kimi-K2"),
+        Shape("kimi_k2_thinking", 7168, 2048, 384, 8, "bf16", "int4", "Kimi-K2-Thinking"),
+        Shape("kimi_linear", 2304, 1024, 256, 8, "bf16", "bf16", "Kimi-Linear"),
+        Shape("kimi_k3", 3584, 3072, 896, 16, "mxfp8", "mxfp4", "Kimi-K3"),
     )
 }
 # The three payloads of the all-to-all tables: the paper's two models, and BF16 rows as the widest.
@@ -109,5 +111,5 @@ def shape_of(cfg: MoEConfig) -> Shape:
     weights = cfg.quantization.expert_format if cfg.quantization else "bf16"
     return Shape(
         cfg.model_type, cfg.routed_hidden_size, cfg.moe_intermediate_size, cfg.n_routed_experts,
-        cfg.num_experts_per_tok, implied_activation_format(weights), weights,
+        cfg.num_experts_per_tok, implied_activation_format(weights), weights, cfg.model_type,
     )  # fmt: skip
