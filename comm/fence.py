@@ -131,9 +131,9 @@ def fence_dispatch_kernel(
         if alive and shared[2 * p] == grid - 1:
             dev.fence_sys()
             for r in range(lane, p, WARP):
-                count = dev.load_u32_sys(ws + sync.counters + Int64(r) * 4)
+                taken = dev.load_u32_sys(ws + sync.counters + Int64(r) * 4)
                 peer = dev.load_i64(peers + Int64(r) * 8)
-                dev.store_u64_sys(peer + sync.dispatch_flags + Int64(rank) * 8, dev.flag_word(step, count))
+                dev.store_u64_sys(peer + sync.dispatch_flags + Int64(rank) * 8, dev.flag_word(step, taken))
     waiter = block - (grid - waiters)
     if routing and waiter >= Int32(0):
         for r in range(lane, p, WARP):

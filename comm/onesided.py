@@ -258,6 +258,7 @@ class OneSidedComm(ExpertParallelComm):
             tokens, top_k = topk_ids.shape
             t_hat = channel.tokens_per_rank(tokens, runtime_max_tokens_per_rank)
             hidden, hidden_bytes = aligned_rows(hidden_states)
+            assert hidden is not None
             scale, scale_bytes = aligned_rows(hidden_states_scale)
             key = (hidden_bytes, scale_bytes, top_k, topk_weights is not None, topk_ids.element_size())
             launch = self._known.get(key) or self._prepare(key)

@@ -145,7 +145,7 @@ def sentinel_dispatch_kernel(
             weight_escapes = Uint32(0)
             sent_weight = weight
             if const_expr(spec.has_weights):
-                weight_escapes = cute.arch.vote_ballot_sync(weight == s)
+                weight_escapes = Uint32(cute.arch.vote_ballot_sync(weight == s))
                 sent_weight = dev.select(weight == s, s ^ Uint32(1), weight)
             header = own_hash & Uint32(HASH)
             full = header | Uint32(PRESENT)
