@@ -17,10 +17,8 @@ from moe_layer.models.checkpoint import INDEX_NAME, Checkpoint, TensorInfo
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    return {f"a.{i}.weight": torch.randn(4, 8) for i in range(4)} | {
-        "a.1x.weight": torch.randn(2),
-        "b": torch.zeros(()),
-    }
+    near = {"a.1x.weight": torch.randn(2), "a.1-x": torch.randn(3), "a.1": torch.randn(1)}
+    return {f"a.{i}.weight": torch.randn(4, 8) for i in range(4)} | near | {"b": torch.ones(())}
 
 
 def write_sharded(folder: Path, contents: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -50,10 +48,10 @@ def test_names_headers_and_data(stored: tuple[Path, dict[str, torch.Tensor]]) ->
     path, contents = stored
     with Checkpoint(path) as ckpt:
         assert set(ckpt) == set(contents) and len(ckpt) == len(contents)
-        assert "a.1.weight" in ckpt and "a.1" not in ckpt
-        # the module a.1, not a.1x, whatever sorts between them
+        assert "a.1.weight" in ckpt and "a.0" not in ckpt
+        # what is in module a.1, not a.1 itself, a.1x or a.1-x, which sort around it
         assert ckpt.names_under("a.1") == ["a.1.weight"]
-        assert len(ckpt.names_under("a")) == 5
+        assert len(ckpt.names_under("a")) == 7 and ckpt.names_under("b") == []
         assert ckpt.info("a.2.weight") == TensorInfo("a.2.weight", "F32", (4, 8))
         assert ckpt.info("a.2.weight").nbytes == 128 and ckpt.info("b").shape == ()
         for name, tensor in contents.items():
@@ -98,7 +96,6 @@ def test_storage_order_is_that_of_the_files(tmp_path: Path) -> None:
         raw = (tmp_path / file).read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
         expected += sorted((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][0])
-    # empty-offset ties do not occur: every tensor has bytes
     assert order == expected
 
 
@@ -138,7 +135,7 @@ def test_missing_shard(tmp_path: Path) -> None:
     (tmp_path / "part-1.safetensors").unlink()
     with Checkpoint(tmp_path) as ckpt:
         ckpt.tensor("a.0.weight")  # other files serve
-        with pytest.raises(CheckpointError, match=r"part-1.safetensors: missing shard; it should hold 3 tensors"):
+        with pytest.raises(CheckpointError, match=r"part-1.safetensors: missing shard; it should hold 4 tensors"):
             ckpt.info("a.1.weight")
 
 
