@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moe_layer.comm.placement import ExpertPlacement
 
 DEFAULT_TIMEOUT_S = 300.0
-PROTOCOLS = ("auto", "loopback", "collective", "fence", "sentinel")
+PROTOCOLS = ("auto", "loopback", "collective", "one-sided", "fence", "sentinel")
 
 
 class Channel:
@@ -133,12 +133,14 @@ def create_channel(
     device: torch.device | str | None = None,
     fp8_combine: bool = False,
 ) -> Channel:
-    """The channel for ``protocol``; ``auto`` takes the fastest that the group can run. Collective over the group.
+    """The channel for ``protocol``. Collective over the group.
 
     Args:
         group: the ranks, or None for this process alone.
-        protocol: ``auto``: loopback for one rank; on GPUs of one host that reach each other's memory Sentinel and
-            Fence, by the measured crossover in T̂; else collective. Or one of these by name.
+        protocol: ``auto``: loopback for one rank, else collective. ``one-sided``: Sentinel up to the measured crossover
+            in T̂ and Fence beyond it, between GPUs of one host that reach each other's memory. Or ``loopback``,
+            ``collective``, ``fence``, ``sentinel`` by name. ``auto`` will take ``one-sided`` where it can once that has
+            been run between processes (README, what is supported).
         max_tokens_per_rank, timeout_s: see :class:`Channel`.
         device: where the layers run; None: the current GPU where there is one.
         fp8_combine: Fence returns partial results as E4M3 (see ``OneSidedChannel``).
@@ -156,7 +158,7 @@ def create_channel(
         from moe_layer.comm.loopback import LoopbackChannel
 
         return LoopbackChannel(max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
-    if protocol != "collective":
+    if protocol not in ("auto", "collective"):
         from moe_layer.comm.feasible import one_sided_obstacle
 
         if group is None:
@@ -165,23 +167,22 @@ def create_channel(
         if torch.cuda.is_available() and (place is None or (place.type == "cuda" and place.index is None)):
             place = torch.device("cuda", torch.cuda.current_device())
         obstacle = one_sided_obstacle(group, place)
-        if obstacle is None:
-            from moe_layer.comm.onesided import OneSidedChannel
-
-            return OneSidedChannel(
-                group,
-                protocol=protocol,
-                max_tokens_per_rank=max_tokens_per_rank,
-                timeout_s=timeout_s,
-                device=place,
-                fp8_combine=fp8_combine,
-            )
-        if protocol != "auto":
+        if obstacle is not None:
             raise UnsupportedDeviceError(
                 f"protocol {protocol!r} cannot run: {obstacle}; protocol='collective' works there"
             )
+        from moe_layer.comm.onesided import OneSidedChannel
+
+        return OneSidedChannel(
+            group,
+            protocol="auto" if protocol == "one-sided" else protocol,
+            max_tokens_per_rank=max_tokens_per_rank,
+            timeout_s=timeout_s,
+            device=place,
+            fp8_combine=fp8_combine,
+        )
     if fp8_combine:
-        raise ConfigError("fp8_combine is for the one-sided protocols, but this group runs 'collective'")
+        raise ConfigError(f"fp8_combine is for the one-sided protocols, but protocol {protocol!r} takes another")
     from moe_layer.comm.collective import CollectiveChannel
 
     return CollectiveChannel(group, max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
