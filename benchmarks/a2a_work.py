@@ -28,7 +28,6 @@ TIMEOUT_S = 30.0  # of a wait between ranks: far beyond any step, short enough f
 ONE_SIDED: dict[str, dict[str, Any]] = {
     "sentinel": {},
     "fence": {},
-    "fence+push": {"push_combine": True},
     "fence+fp8": {"fp8_combine": True},
     "auto": {},
 }

@@ -24,7 +24,7 @@ from moe_layer.benchmarks.shapes import SHAPES
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- begin: python benchmarks/report_a2a.py --write -->", "<!-- end -->"
 NOTHING = "No results yet: `moe-layer bench a2a --json benchmarks/results/a2a.json` measures them.\n"
-ORDER = ("sentinel", "fence", "fence+push", "fence+fp8", "auto", "collective", "loopback", *PEERS)
+ORDER = ("sentinel", "fence", "fence+fp8", "auto", "collective", "loopback", *PEERS)
 
 Line = dict[str, Any]
 

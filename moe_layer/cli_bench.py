@@ -104,7 +104,7 @@ def add_commands(commands: Any) -> None:
         type=names,
         default=(),
         metavar="NAME,…",
-        help="sentinel, fence, fence+push, fence+fp8, auto, collective, loopback (default: sentinel,fence; "
+        help="sentinel, fence, fence+fp8, auto, collective, loopback (default: sentinel,fence; "
         "on the CPU collective)",
     )
     a2a.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time beside them: nccl")
