@@ -236,6 +236,8 @@ def test_kimi_k3_widths() -> None:
 def test_transformers_understands_the_same(release: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     raw, _ = RELEASES[release]
+    if raw["model_type"] not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {raw['model_type']}")
     theirs = transformers.AutoConfig.from_pretrained(write(tmp_path, raw))
     ours = read_config(tmp_path)
 
@@ -266,6 +268,8 @@ def test_transformers_understands_the_same(release: str, tmp_path: Path) -> None
 def test_reads_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     """transformers writes other names than the releases (num_local_experts, mlp_layer_types, …)."""
     transformers = pytest.importorskip("transformers")
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     theirs = transformers.AutoConfig.for_model(model_type)
     theirs.save_pretrained(tmp_path)
     ours = read_config(tmp_path)
