@@ -21,6 +21,7 @@ from moe_layer.benchmarks.ranks import LocalRank, Ranks
 from moe_layer.benchmarks.routing import Routing, copies
 from moe_layer.benchmarks.shapes import Shape
 from moe_layer.comm import Channel, DispatchResult, ExpertParallelComm, ExpertPlacement
+from moe_layer.comm.rows import as_byte_rows
 from moe_layer.errors import CommunicationError, ConfigError
 
 TIMEOUT_S = 30.0  # of a wait between ranks: far beyond any step, short enough for a benchmark
@@ -33,6 +34,7 @@ ONE_SIDED: dict[str, dict[str, Any]] = {
 }
 PORTABLE = ("collective", "loopback")
 PEERS = ("nccl",)
+PRIMES = (251, 127, 83, 61, 31, 13, 7, 3)  # moduli of the checksums in partial results
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,9 @@ class OneRank:
         self.generator = torch.Generator(device).manual_seed(case.seed * 1000 + rank.rank)
         self.buffer: torch.Tensor | None = None  # the combine input, known from the first step on
         self.expected: torch.Tensor | None = None
-        # Partial results that travel as E4M3 are rounded to it beforehand, so that a reference stays exact.
-        self.coarse = case.protocol == "fence+fp8"
+        # So that a difference of one survives rounding: BF16 has all integers up to 256 (sums), E4M3 up to 16 (terms).
+        largest = 256 // case.ep_size if case.protocol != "fence+fp8" else 16
+        self.modulus = next((prime for prime in PRIMES if prime <= largest), PRIMES[-1])
 
     def work(self) -> Work:
         capturable = self.rank.device.type == "cuda" and self.case.protocol not in PORTABLE
@@ -173,7 +176,7 @@ class OneRank:
                 self.buffer.copy_(row.expand_as(self.buffer))
             total = torch.where(self.sent[:, r, None], total + row.float(), total)
         # A combine that rewrites its input in place leaves the next step another one; eager steps alone check it.
-        self.expected = None if self.coarse else total.bfloat16()
+        self.expected = None if self.case.protocol == "fence+fp8" else total.bfloat16()
 
     def _row(self, rank: int, repeat: int) -> torch.Tensor:
         """``[hidden]`` BF16, the same in every process."""
@@ -224,20 +227,26 @@ class OneRank:
     def partial(
         self, rank: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[n, hidden]`` BF16: all of a token's bytes times the sum of its weights for the experts of ``rank``."""
+        """``[n, hidden]`` BF16: a checksum of a token's bytes, and of its ids and weights for the experts of ``rank``.
+
+        Sums over a row's bytes modulo a small prime, so that any flipped bit shows and every sum over ranks is exact.
+        """
         hidden = self.case.shape.hidden_size
         column = torch.arange(hidden, device=x.device)
-        values = x[:, column % x.shape[1]].float()
+        rows = as_byte_rows(x.contiguous())
+        total = torch.zeros(x.shape[0], hidden, dtype=torch.int32, device=x.device)
+        for chunk in range(max(1, rows.shape[1] // hidden)):
+            total.add_(rows[:, (chunk * hidden + column) % rows.shape[1]], alpha=chunk + 1)
         if scale is not None:
-            values = values + scale[:, column % scale.shape[1]].float()
-        weight = torch.zeros(x.shape[0], device=x.device)
+            total += scale[:, column % scale.shape[1]]
+        routing = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        bits = weights.contiguous().view(torch.int32).long()
         for j in range(ids.shape[1]):
             known = ids[:, j] >= 0
-            local = known & (self.rank_of[torch.where(known, ids[:, j], 0).long()] == rank)
-            weight = torch.where(local, weight + weights[:, j], weight)
-        # At most 510 · 32 / 64, within E4M3's 448.
-        partial = values * weight[:, None] / 64
-        return (partial.to(torch.float8_e4m3fn).float() if self.coarse else partial).bfloat16()
+            expert = torch.where(known, ids[:, j], 0).long()
+            routing += torch.where(known & (self.rank_of[expert] == rank), (j + 1) * (bits[:, j] + expert), 0)
+        total += (routing % self.modulus)[:, None].int()
+        return (total % self.modulus).bfloat16()
 
 
 def check_one_step(ranks: Ranks, works: Sequence[OneRank]) -> None:
@@ -246,10 +255,11 @@ def check_one_step(ranks: Ranks, works: Sequence[OneRank]) -> None:
     Ranks of one process go phase by phase with waits between: nothing that might wait for an idle GPU may be issued
     while a rank spins for one that has not been launched.
     """
-    received = []
+    received, references = [], []
     for work in works:
         with work.rank.active():
             work.randomize()
+            references.append(work.reference())  # now: what dispatch returns may be views of what it was given
     ranks.synchronize()
     for work in works:
         with work.rank.active():
@@ -263,10 +273,10 @@ def check_one_step(ranks: Ranks, works: Sequence[OneRank]) -> None:
         with work.rank.active():
             work.combine()
     ranks.synchronize()
-    for work in works:
+    for work, reference in zip(works, references):
         with work.rank.active():
             work.raise_reported()
-            work.compare(work.reference())
+            work.compare(reference)
 
 
 class NcclWork:

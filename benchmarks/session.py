@@ -165,7 +165,8 @@ class _SpawnedSession(Session):
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
         if problems:
             self.close()
-            first = next(iter(problems))  # in time: what the others report may be a consequence
+            # The cause: a process that ended (it has no traceback), else the first in time; others may be consequences.
+            first = next((i for i, (_, details) in problems.items() if not details), next(iter(problems)))
             summary = f"process {first}: {problems[first][0]}" if len(results) > 1 else problems[first][0]
             raise SessionError(summary, "\n".join(f"---- process {i}\n{t}" for i, (_, t) in sorted(problems.items())))
         return results

@@ -1,0 +1,140 @@
+"""`moe-layer compile`: exactly the kernels that layers ask for, found again afterwards, and errors in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_layer import cli, precompile
+from moe_layer.benchmarks.shapes import get_shape
+from moe_layer.errors import ConfigError
+
+
+@pytest.mark.parametrize("fp8_combine", [False, True])
+@pytest.mark.parametrize("model", ["deepseek_v41", "deepseek_v3:bf16"])
+def test_families_are_what_a_layer_compiles(model: str, fp8_combine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the kernels that a communicator asks for at its first dispatch, whose own code says which."""
+    pytest.importorskip("cutlass")
+    from moe_layer.comm import launch, onesided
+    from moe_layer.comm.layout import align
+
+    asked: set[tuple[str, Any, str]] = set()
+
+    def get_kernel(launched: Any, spec: Any, signature: str, arch: str) -> Any:
+        asked.add((launched.__name__, spec, arch))
+        return lambda *arguments: None
+
+    monkeypatch.setattr(launch, "get_kernel", get_kernel)
+    monkeypatch.setattr(onesided, "load_kernels", lambda *arguments: None)
+    shape = get_shape(model)
+    row = (align(shape.data_bytes), align(shape.scale_bytes))
+    capacity = SimpleNamespace(
+        hidden_bytes=row[0], scale_bytes=row[1], top_k=shape.top_k, sentinel_tokens_per_rank=64,
+        combine_bytes=shape.combine_bytes,
+    )  # fmt: skip
+    channel = SimpleNamespace(
+        layout=SimpleNamespace(capacity=capacity), memory=object(), arch="sm_90a", protocol="auto", device=None,
+        fp8_combine=fp8_combine, push_combine=False,
+    )  # fmt: skip
+    comm: Any = SimpleNamespace(
+        channel=channel, ep_size=4, ep_rank=0, placement=SimpleNamespace(num_experts=shape.num_experts),
+        _contiguous=True, hidden_size=shape.hidden_size,
+    )  # fmt: skip
+    onesided._Launcher(comm, (*row, shape.top_k, True, 4))
+    wanted, asked = asked, set()
+
+    for family in precompile.families([shape], [4], ["sm_90a"], ["int32"], fp8_combine=fp8_combine):
+        family.build()
+    assert asked == wanted and len(wanted) > 10
+
+
+def test_each_family_once() -> None:
+    pytest.importorskip("cutlass")
+    shapes = [get_shape(name) for name in ("deepseek_v3", "deepseek_v3", "kimi_k2")]  # the same rows, other experts
+    work = precompile.families(shapes, [2, 4], ["sm_90a", "sm_100a"], ["int32", "int64"], fp8_combine=False)
+    names = [(family.arch, family.name) for family in work]
+    assert len(names) == len(set(names)) == 2 * 2 * (2 * 2 + 4 + 2)
+
+
+def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    from moe_layer import kernel_cache
+
+    monkeypatch.setenv("MOE_LAYER_CACHE", str(tmp_path / "cache"))
+    work = precompile.families([get_shape("kimi_linear")], [2], ["sm_90a"], ["int32"], fp8_combine=False)
+    small = [family for family in work if family.name.startswith("giving up")]
+    monkeypatch.setattr(kernel_cache, "_memory", {})
+    first = precompile.run(small, progress=False)
+    files = {path.name: path.stat().st_size for path in (tmp_path / "cache").iterdir()}
+    assert first["compiled"] == len(files) == 2 and first["compiled_bytes"] == sum(files.values()) > 0
+    assert sorted(name for entry in first["families"] for name in entry["compiled"]) == sorted(files)
+    monkeypatch.setattr(kernel_cache, "_memory", {})  # as another process
+    again = precompile.run(small, progress=False)
+    assert again["compiled"] == 0 and again["cache_files"] == 2 and again["folder"] == str(tmp_path / "cache")
+
+
+def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's output, with a compiler that leaves a file a kernel."""
+    monkeypatch.setenv("MOE_LAYER_CACHE", str(tmp_path))
+    monkeypatch.setattr(precompile, "dsl_available", lambda: True)
+
+    def families(*arguments: Any, **options: Any) -> list[precompile.Family]:
+        assert [shape.label for shape in arguments[0]] == ["kimi_k3:mxfp8"] and arguments[1] == (2, 4)
+        return [
+            precompile.Family("sm_90a", f"family {i}", lambda i=i: (tmp_path / f"{i}.o").write_bytes(b"x" * 2048))  # type: ignore[misc]
+            for i in range(2)
+        ]
+
+    monkeypatch.setattr(precompile, "families", families)
+    argv = ["compile", "kimi_k3", "--ranks", "2,4", "--arch", "sm_90a"]
+    assert cli.main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["compiled"], report["compiled_bytes"], report["cache_files"]) == (2, 4096, 2)
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "family 0" in out and "there" in out and "0 kernels compiled" in out and str(tmp_path) in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("gpt", "unknown model 'gpt'"),
+        ("kimi_k3 --arch sm_80", "no kernels for architecture 'sm_80'; there are kernels for sm_90a, sm_100a, sm_103a"),
+        ("kimi_k3 --ids int16", "unknown id dtype 'int16'; known: int32, int64"),
+        ("kimi_k3 --ranks 0", "must be at least 1, got 0"),
+        ("", "required: MODEL"),
+    ],
+)
+def test_errors(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(["compile", *argv.split()])
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_cache_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(precompile, "dsl_available", lambda: True)
+    monkeypatch.setenv("MOE_LAYER_CACHE", "off")
+    with pytest.raises(ConfigError, match="MOE_LAYER_CACHE=off turns the kernel cache off"):
+        list(precompile.compile_families([]))
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("MOE_LAYER_CACHE", str(blocker / "cache"))
+    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+        list(precompile.compile_families([]))
+
+
+def test_architectures_default_to_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert precompile.architectures(()) == ["sm_90a", "sm_100a", "sm_103a"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+    assert precompile.architectures(()) == ["sm_100a"]
+    assert precompile.architectures(("sm_90a", "sm_90a")) == ["sm_90a"]
