@@ -104,8 +104,8 @@ def add_commands(commands: Any) -> None:
         type=names,
         default=(),
         metavar="NAME,…",
-        help="sentinel, fence, fence+fp8, auto, collective, loopback (default: sentinel,fence; "
-        "on the CPU collective)",
+        help="sentinel, fence, fence+fp8 (E4M3 partial results), auto (sentinel up to the measured crossover, then "
+        "fence), collective, loopback (default: sentinel,fence; on the CPU collective)",
     )
     a2a.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time beside them: nccl")
     a2a.add_argument("--ranks", type=positive, metavar="P", help="(default: as many as GPUs; on the CPU 2)")
