@@ -148,7 +148,10 @@ def _rank(rank: int, ep_size: int, jobs: Sequence[Job], folder: str, kind: str) 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/rendezvous", ep_size)
     # Ranks that share a GPU cannot use NCCL; gloo then goes through host memory.
-    dist.init_process_group("nccl" if gpus >= ep_size else "gloo", store=store, rank=rank, world_size=ep_size)
+    nccl = gpus >= ep_size
+    dist.init_process_group(
+        "nccl" if nccl else "gloo", store=store, rank=rank, world_size=ep_size, device_id=device if nccl else None
+    )
     group = dist.group.WORLD if ep_size > 1 else None
     with ExpertParallel(group, max_tokens_per_rank=max(max(job.tokens_per_rank) for job in jobs), device=device) as ep:
         for job in jobs:

@@ -271,7 +271,10 @@ def print_report(report: dict[str, Any]) -> None:
     transports = table("Transports", "transport", "runs here")
     for line in report["transports"]:
         transports.add_row(line["name"], state(line))
-    console.print(transports, "")
+    console.print(transports)
+    console.print(
+        "protocol='auto' takes loopback for one rank, else collective; one-sided transports are chosen by name.", ""
+    )
 
     backends = table("Compute", "backend", "weights", "activations", "runs here")
     for line in report["backends"]:

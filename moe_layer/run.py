@@ -134,7 +134,7 @@ def _group(device: str | None) -> Iterator[tuple[dist.ProcessGroup | None, torch
     # Processes that share a GPU cannot use NCCL.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nccl = where.type == "cuda" and dist.is_nccl_available() and local <= torch.cuda.device_count()
-    dist.init_process_group("nccl" if nccl else "gloo")
+    dist.init_process_group("nccl" if nccl else "gloo", device_id=where if nccl else None)
     try:
         yield dist.group.WORLD, where
     finally:
