@@ -155,7 +155,10 @@ def _store(compiled: Any, path: Path, symbol: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".o")
         os.close(handle)
-        compiled.export_to_c(temporary, function_name=symbol)
-        os.replace(temporary, path)
+        try:
+            compiled.export_to_c(temporary, function_name=symbol)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
     except Exception as error:
         logger.warning("kernel cache: %s could not be written (%s)", path, error)
