@@ -295,9 +295,10 @@ def sentinel_dispatch(
     stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`sentinel_dispatch_kernel` on ``anchor``'s current stream."""
-    # With one block a multiprocessor allowed, the compiler takes 106 registers and leaves room for no second: without
-    # a word from us it takes 78, and T = 256 goes from 18.5 to 17.0 us (2 x H200). More ranks, or parts, would spill.
-    two_blocks_fit = spec.parts == 1 and spec.ep_size <= 4
+    # Promised one block a multiprocessor, the compiler takes 106 registers a thread, and a second block of more than 309
+    # threads finds no room. Promised nothing it takes 78, and T = 256 goes from 18.5 to 17.0 us (2 x H200, V4.1). Other
+    # widths, more ranks and parts would spill.
+    two_blocks_fit = spec.parts == 1 and spec.ep_size <= 4 and 309 < spec.threads <= 416
     sentinel_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
         to_hidden, to_scale, to_routing, present, meta, landing, escape, landing_stride,

@@ -151,14 +151,14 @@ def _load(path: Path, symbol: str) -> Callable[..., None]:
 
 def _store(compiled: Any, path: Path, symbol: str) -> None:
     """Write the object file whole or not at all; a folder that cannot be written costs only the cache."""
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".o")
         os.close(handle)
-        try:
-            compiled.export_to_c(temporary, function_name=symbol)
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        compiled.export_to_c(temporary, function_name=symbol)
+        os.replace(temporary, path)
     except Exception as error:
         logger.warning("kernel cache: %s could not be written (%s)", path, error)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
