@@ -295,9 +295,9 @@ def sentinel_dispatch(
     stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`sentinel_dispatch_kernel` on ``anchor``'s current stream."""
-    # Promised one block a multiprocessor, the compiler takes 106 registers a thread, and a second block of more than 309
-    # threads finds no room. Promised nothing it takes 78, and T = 256 goes from 18.5 to 17.0 us (2 x H200, V4.1). Other
-    # widths, more ranks and parts would spill.
+    # Promised one block a multiprocessor, the compiler takes 106 registers a thread, and a second block of more than
+    # 309 threads finds no room. Promised nothing it takes 78: T = 256 goes from 18.5 to 17.0 us (2 x H200, V4.1).
+    # Other widths, more ranks and parts would spill.
     two_blocks_fit = spec.parts == 1 and spec.ep_size <= 4 and 309 < spec.threads <= 416
     sentinel_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
