@@ -78,7 +78,6 @@ class Group:
         **options: Any,
     ) -> None:
         from moe_layer.comm.emulation import emulated_channels
-        from moe_layer.kernel_cache import device_arch
 
         self.ep_size = ep_size
         self.layers = layers
@@ -92,12 +91,7 @@ class Group:
             **options,
         )
         if pool is not None:
-            fp8 = bool(options.get("fp8_combine"))
-            pool.compile(
-                task
-                for layer in layers.values()
-                for task in tasks_of(*specs_of(layer, ep_size, fp8), device_arch(self.devices[0]))
-            )
+            compile_layers(pool, ep_size, list(layers.values()), fp8=bool(options.get("fp8_combine")))
         self.comms = {
             name: [channel.communicator(layer.placement(ep_size), layer.hidden_size) for channel in self.channels]
             for name, layer in layers.items()
@@ -249,6 +243,14 @@ class Group:
     def close(self) -> None:
         for channel in self.channels:
             channel.destroy()
+
+
+def compile_layers(pool: KernelPool, ep_size: int, layers: list[Layer], *, fp8: bool = False) -> None:
+    """Compile what the layers need on ``ep_size`` ranks, for the current GPU."""
+    from moe_layer.kernel_cache import device_arch
+
+    arch = device_arch(torch.device("cuda", torch.cuda.current_device()))
+    pool.compile(task for layer in layers for task in tasks_of(*specs_of(layer, ep_size, fp8), arch))
 
 
 def specs_of(layer: Layer, ep_size: int, fp8: bool = False) -> tuple[list[Any], list[Any]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
+
+import pytest
 
 Task = tuple[str, str, Any, str, str]  # module, function, spec, signature, architecture
 
@@ -69,3 +71,14 @@ def _compile(task: Task) -> None:
 
     module, function, spec, signature, arch = task
     get_kernel(getattr(importlib.import_module(module), function), spec, signature, arch)
+
+
+@pytest.fixture(scope="session")
+def kernel_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelPool]:
+    """For conftest.py to import. Kernels go to a folder of the session's own, unless ``MOE_LAYER_CACHE`` names one."""
+    with pytest.MonkeyPatch.context() as environment:
+        if "MOE_LAYER_CACHE" not in os.environ:
+            environment.setenv("MOE_LAYER_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        pool = KernelPool()
+        yield pool
+        pool.close()

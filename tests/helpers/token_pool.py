@@ -24,6 +24,11 @@ from one_sided_check import (
     partial_results,
 )
 
+# Two layers that share a channel, of different widths, top_k, ids and dtypes; the second also has odd row bytes.
+LAYERS = {
+    "even": Layer(16, 4, (528,), "uint8", (16,), hidden_size=512),
+    "odd": Layer(9, 3, (100,), "uint8", (5,), id_dtype="int64", hidden_size=96, partial_dtype="float32"),
+}
 KINDS = ("random", "same", "duplicates", "invalid", "none")
 
 

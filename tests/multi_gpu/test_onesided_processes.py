@@ -1,0 +1,378 @@
+"""Fence and Sentinel between processes, a GPU each: real symmetric memory, peers that die, layers over it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed_harness import RankPool, Ranks
+from emulated_ranks import compile_layers, missing_gpu
+from kernel_pool import KernelPool
+from layers import config, fill
+from one_sided_check import Layer, byte_rows
+from token_pool import LAYERS, PoolOnDevice, TokenPool, Windows
+
+from moe_layer import ExpertParallel, MoELayer
+from moe_layer.errors import CommunicationError, CommunicationTimeoutError, RankMismatchError
+from moe_layer.layer import implied_activation_format
+from moe_layer.quant import get_format
+
+EP_SIZE = max(2, min(4, torch.cuda.device_count()))
+BACKEND = "cpu:gloo,cuda:nccl"
+AUTO_LIMIT = 16  # the largest T̂ of a Sentinel step
+MAX_TOKENS = 40
+PROTOCOLS = ("fence", "sentinel", "auto")
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(missing_gpu(2) is not None, reason=str(missing_gpu(2))),
+    pytest.mark.timeout(180),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(kernel_pool: KernelPool) -> None:
+    """What the processes will need, before any of them starts."""
+    for ep_size in {2, EP_SIZE}:
+        compile_layers(kernel_pool, ep_size, list(LAYERS.values()))
+    compile_layers(kernel_pool, 2, [OTHER])
+
+
+@pytest.fixture(scope="module")
+def pool(compiled: None) -> Iterator[RankPool]:
+    with RankPool(EP_SIZE, BACKEND) as pool:
+        yield pool
+
+
+class Side:
+    """This process's rank of a group: a channel, a communicator for each layer, pools of tokens."""
+
+    def __init__(self, group: Any, device: torch.device, protocol: str, seed: int, timeout_s: float = 20.0) -> None:
+        from moe_layer.comm.onesided import OneSidedChannel
+
+        torch.cuda.set_device(device)
+        self.channel = OneSidedChannel(
+            group,
+            protocol=protocol,
+            max_tokens_per_rank=MAX_TOKENS,
+            timeout_s=timeout_s,
+            device=device,
+            sentinel_tokens_per_rank=AUTO_LIMIT if protocol == "auto" else None,
+        )
+        self.rank, self.ep_size = self.channel.ep_rank, self.channel.ep_size
+        self.device = device
+        self.comms, self.pools, self.sides = {}, {}, {}
+        for name, layer in LAYERS.items():
+            self.comms[name] = self.channel.communicator(layer.placement(self.ep_size), layer.hidden_size)
+            self.comms[name].reserve(layer.row_bytes, layer.scale_bytes, layer.top_k, layer.partial_bytes)
+            self.pools[name] = TokenPool(layer, self.ep_size, seed, size=96)
+            self.sides[name] = PoolOnDevice(self.pools[name], self.rank, device)
+
+    def run(self, plans: list[tuple[str, Windows]], pauses: np.ndarray | None = None) -> None:
+        """Steps, checked on the device; before a step the host sleeps for the seconds given."""
+        counts = {name: self.pools[name].counts(self.rank, [plan for _, plan in plans]) for name in LAYERS}
+        on_device = {name: table.to(self.device) for name, table in counts.items()}
+        for step, (name, plan) in enumerate(plans):
+            if pauses is not None and pauses[step]:
+                time.sleep(pauses[step])
+            self.sides[name].step(self.comms[name], plan, on_device[name][step], step)
+
+    def check(self) -> None:
+        self.channel.check()
+        for side in self.sides.values():
+            side.report()
+        start, length = self.channel.layout.sentinel_region
+        assert bool((self.channel.memory.local[start : start + length] == 0xFF).all()), "words left that must be reset"
+
+    def full(self, t_hat: int, first: int = 0) -> Windows:
+        return Windows((first,) * self.ep_size, (t_hat,) * self.ep_size, t_hat)
+
+
+def random_plans(side: Side, seed: int, steps: int) -> list[tuple[str, Windows]]:
+    """The same on every rank."""
+    rng = np.random.default_rng(seed)
+    plans = []
+    for _ in range(steps):
+        name = list(LAYERS)[rng.integers(len(LAYERS))]
+        t_hat = int(rng.integers(0, MAX_TOKENS + 1) if rng.random() < 0.5 else rng.integers(12, 21))
+        plans.append((name, side.pools[name].windows(rng, t_hat)))
+    return plans
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_random_steps(pool: RankPool, protocol: str) -> None:
+    pool.run(run_random_steps, EP_SIZE, protocol, secrets.randbits(31), 200)
+
+
+def run_random_steps(ranks: Ranks, protocol: str, seed: int, steps: int) -> None:
+    side = Side(ranks.group, torch.device("cuda", ranks.rank), protocol, seed)
+    plans = random_plans(side, seed, steps)
+    # Each process is late at points of its own.
+    rng = np.random.default_rng([seed, ranks.rank])
+    pauses = np.where(rng.random(steps) < 0.1, rng.uniform(0, 0.01, steps), 0.0)
+    for start in range(0, steps, 50):
+        side.run(plans[start : start + 50], pauses[start : start + 50])
+        try:
+            side.check()
+        except AssertionError as error:
+            raise AssertionError(f"{protocol}, seed {seed}, steps {start} to {start + 49}: {error}") from error
+    side.channel.destroy()
+
+
+def test_two_channels_at_once(pool: RankPool) -> None:
+    """Two groups of layers, one of a protocol each; their steps alternate."""
+    pool.run(run_two_channels, EP_SIZE, secrets.randbits(31))
+
+
+def run_two_channels(ranks: Ranks, seed: int) -> None:
+    device = torch.device("cuda", ranks.rank)
+    sides = [Side(ranks.group, device, protocol, seed + n) for n, protocol in enumerate(("fence", "sentinel"))]
+    for n in range(10):
+        for side in sides:
+            side.run(random_plans(side, seed + n, 3))
+    for side in sides:
+        side.check()
+        side.channel.destroy()
+
+
+def test_graph_replays(pool: RankPool) -> None:
+    pool.run(run_graph, EP_SIZE, secrets.randbits(31), timeout_s=90)
+
+
+def run_graph(ranks: Ranks, seed: int) -> None:
+    """Both protocols in one graph, captured and replayed in every process, each at its own pace."""
+    device = torch.device("cuda", ranks.rank)
+    side = Side(ranks.group, device, "auto", seed)
+    sequence = [("even", 8), ("odd", 40), ("even", 40), ("odd", 16)]
+    side.run([(name, side.full(t_hat)) for name, t_hat in sequence])
+    side.check()
+    rng = np.random.default_rng(seed)
+    replays = 200
+    plans = [[side.pools[name].windows(rng, t_hat) for _ in range(replays)] for name, t_hat in sequence]
+    tables = [side.sides[name].controls(plan) for (name, _), plan in zip(sequence, plans)]
+    controls = [table[0].clone() for table in tables]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number, (name, t_hat) in enumerate(sequence):
+            side.sides[name].padded_step(side.comms[name], controls[number], t_hat, number)
+    own = np.random.default_rng([seed, ranks.rank])
+    for n in range(replays):
+        for control, table in zip(controls, tables):
+            control.copy_(table[n])
+        graph.replay()
+        if own.random() < 0.05:
+            time.sleep(own.uniform(0, 0.01))
+    side.check()
+    side.channel.destroy()
+
+
+# --- ranks that disagree ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("protocol", ["fence", "sentinel"])
+def test_another_maximum_on_one_rank(pool: RankPool, protocol: str) -> None:
+    for rank, text in enumerate(pool.run(run_another_maximum, EP_SIZE, protocol, secrets.randbits(31))):
+        assert text.startswith(f"rank {rank}, step 4, dispatch ({protocol}): ranks {rank} and ")
+        assert "runtime_max_tokens_per_rank is " in text
+        assert f"{9 if rank == 1 else 8} on rank {rank} and " in text
+
+
+def run_another_maximum(ranks: Ranks, protocol: str, seed: int) -> str:
+    side = Side(ranks.group, torch.device("cuda", ranks.rank), protocol, seed, timeout_s=10)
+    side.run([("even", side.full(8, first)) for first in range(3)])
+    side.check()
+    start = time.monotonic()
+    with pytest.raises(RankMismatchError) as caught:
+        side.run([("even", side.full(9 if ranks.rank == 1 else 8))])
+        side.channel.check()
+    assert time.monotonic() - start < 3
+    check_dead(side, str(caught.value))
+    return str(caught.value)
+
+
+OTHER = replace(LAYERS["even"], top_k=3)
+
+
+def test_new_width_on_one_rank(compiled: None) -> None:
+    """A top_k that one rank sees for the first time, while the other goes on as before: an error on both, no hang."""
+    with RankPool(2, BACKEND) as pool:
+        texts = pool.run(run_new_width, 2, secrets.randbits(31), timeout_s=40)
+    assert "rank 1" in texts[0]
+    assert "rank 0" in texts[1]
+    assert all("top_k" in text or "did not arrive" in text for text in texts)
+
+
+def run_new_width(ranks: Ranks, seed: int) -> str:
+    side = Side(ranks.group, torch.device("cuda", ranks.rank), "fence", seed, timeout_s=5)
+    side.run([("even", side.full(8))])
+    side.check()
+    arguments = side.sides["even"].arguments(side.full(8))
+    if ranks.rank == 1:
+        for name in ("topk_ids", "topk_weights"):
+            arguments[name] = arguments[name][:, : OTHER.top_k].contiguous()
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        side.comms["even"].dispatch(**arguments)
+        side.channel.check()
+    assert time.monotonic() - start < 5 + 2
+    return str(caught.value)
+
+
+def check_dead(side: Side, text: str) -> None:
+    """After an error every call raises at once with its text; the process can still use the GPU and clean up."""
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(CommunicationError) as again:
+            side.run([("even", side.full(8))])
+        assert text in str(again.value)
+    side.channel.destroy()
+    side.channel.destroy()
+    assert float(torch.ones(1000, device=side.device).sum()) == 1000
+    assert time.monotonic() - start < 2
+
+
+# --- peers that die ---------------------------------------------------------------------------------------------------
+# (protocol, call in which the peer dies); process 1 + i is the i-th one's victim.
+DEATHS = [
+    ("fence", "dispatch"),
+    ("fence", "combine"),
+    ("sentinel", "dispatch"),
+    ("sentinel", "combine"),
+]
+TIMEOUT_S = 1.5
+
+
+def test_killed_peers(compiled: None) -> None:
+    """Process 0 survives one peer after another, each in a group of its own with it, on the other GPU."""
+    with RankPool(1 + len(DEATHS), "gloo") as pool:
+        victims = tuple(range(1, 1 + len(DEATHS)))
+        results = pool.run(survive, len(DEATHS) + 1, secrets.randbits(31), timeout_s=120, may_die=victims)
+        assert results[1:] == [None] * len(DEATHS), "a victim survived"
+        for (protocol, call), (text, seconds) in zip(DEATHS, results[0]):
+            assert text.startswith(f"rank 0, step 4, {call} ({protocol}): rank 1 did not arrive within {TIMEOUT_S:g} s")
+            assert TIMEOUT_S - 0.2 < seconds < TIMEOUT_S + 2
+        # The survivor still takes part in nothing but its own work, and answers.
+        assert pool.run(add_on_gpu, 1) == [[3.0]]
+
+
+def survive(ranks: Ranks, seed: int) -> list[tuple[str, float]]:
+    # All groups first: every process must be alive to make one.
+    groups = [ranks.new_group((0, victim)) for victim in range(1, 1 + len(DEATHS))]
+    device = torch.device("cuda", min(ranks.rank, 1))
+    outcomes = []
+    for number, (protocol, call) in enumerate(DEATHS):
+        if ranks.rank not in (0, number + 1):
+            continue
+        side = Side(groups[number], device, protocol, seed, timeout_s=TIMEOUT_S)
+        plan = side.full(8)
+        side.run([("even", side.full(8, first)) for first in range(3)])
+        side.check()
+        comm, mine = side.comms["even"], side.sides["even"]
+        arguments = mine.arguments(plan)
+        torch.cuda.synchronize()
+        if ranks.rank and call == "dispatch":
+            # It dies with the call made and the kernel not yet begun.
+            torch.cuda._sleep(20_000_000_000)
+            comm.dispatch(**arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if call == "combine":
+            comm.dispatch(**arguments)
+            side.channel.check()
+            if ranks.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(CommunicationTimeoutError) as caught:
+            if call == "dispatch":
+                comm.dispatch(**arguments)
+            else:
+                comm.combine(comm.get_combine_input_buffer())
+            side.channel.check()
+        outcomes.append((str(caught.value), time.monotonic() - start))
+        check_dead(side, str(caught.value))
+    return outcomes
+
+
+def add_on_gpu(ranks: Ranks) -> list[float]:
+    return (torch.ones(1, device="cuda:0") + 2).tolist()
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+LAYER_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("deepseek_v3", {"dtype": torch.float32}),
+    "fp8": ("deepseek_v3", {"weight_format": "fp8_128x128"}),
+    "latent mxfp8 × mxfp4": ("kimi_k3", {"weight_format": "mxfp4"}),
+    "nvfp4": ("deepseek_v4", {"weight_format": "nvfp4"}),
+}
+
+
+def wire_layer(name: str, options: dict[str, Any]) -> Layer:
+    """What a layer puts on the wire, for compiling ahead."""
+    cfg = config(name)
+    fmt = get_format(implied_activation_format(options.get("weight_format", "fp32")))
+    width = cfg.routed_hidden_size
+    scale = fmt.scale_row_bytes(width, per_row_global_scale=fmt.two_level)
+    return Layer(
+        cfg.n_routed_experts, cfg.num_experts_per_tok, (fmt.row_bytes(width),), "uint8",
+        (scale,) if scale else None, hidden_size=width,
+    )  # fmt: skip
+
+
+def test_layers_are_the_collective_ones(pool: RankPool, kernel_pool: KernelPool) -> None:
+    """A layer gives bitwise what it gives over torch.distributed, whatever carries its tokens."""
+    compile_layers(kernel_pool, EP_SIZE, [wire_layer(*made) for made in LAYER_OPTIONS.values()])
+    from moe_layer.comm.channel import PROTOCOLS as KNOWN
+
+    protocols = [p for p in ("fence", "sentinel", "one-sided") if p in KNOWN]
+    pool.run(compare_layers, EP_SIZE, protocols, secrets.randbits(31), timeout_s=150)
+
+
+def compare_layers(ranks: Ranks, protocols: list[str], seed: int) -> None:
+    device = torch.device("cuda", ranks.rank)
+    tokens = (24, 9, 0, 17)[ranks.rank]
+    outputs: dict[str, list[torch.Tensor]] = {}
+    for protocol in ("collective", *protocols):
+        with ExpertParallel(ranks.group, protocol, max_tokens_per_rank=32, timeout_s=20, device=device) as ep:
+            layers = []
+            for name, options in LAYER_OPTIONS.values():
+                layers.append(fill(MoELayer(config(name), ep, device=device, **options), seed))
+            outputs[protocol] = []
+            for repeat in range(2):
+                for layer in layers:
+                    g = torch.Generator().manual_seed(seed + ranks.rank + repeat)
+                    x = torch.randn(tokens, layer.cfg.hidden_size, generator=g)
+                    dtype = torch.float32 if layer.partial_dtype == torch.float32 else torch.bfloat16
+                    outputs[protocol].append(layer(x.to(dtype).to(device), tokens_per_rank=(24, 32)[repeat]))
+            torch.cuda.synchronize()
+    names = list(LAYER_OPTIONS) * 2
+    for protocol in protocols:
+        for name, got, expected in zip(names, outputs[protocol], outputs["collective"]):
+            assert expected.isfinite().all()
+            same = (
+                torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+                if tokens
+                else got.shape == (0, got.shape[1])
+            )
+            assert same, f"{protocol}, {name}: {int((got != expected).sum())} of {got.numel()} values differ"
+
+
+# --- more processes than GPUs -----------------------------------------------------------------------------------------
+def test_processes_that_share_a_gpu(kernel_pool: KernelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow, since the processes take turns on a GPU, but right."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    compile_layers(kernel_pool, 3, list(LAYERS.values()))
+    with RankPool(3, "gloo") as pool:
+        pool.run(run_on_shared_gpus, 3, secrets.randbits(31), timeout_s=90)
+
+
+def run_on_shared_gpus(ranks: Ranks, seed: int) -> None:
+    side = Side(ranks.group, torch.device("cuda", ranks.rank % 2), "auto", seed, timeout_s=60)
+    side.run([("even", side.full(2)), ("odd", side.full(20)), ("even", side.full(3))])
+    side.check()
+    side.channel.destroy()
