@@ -354,12 +354,11 @@ def compare_layers(ranks: Ranks, protocols: list[str], seed: int) -> None:
     for protocol in protocols:
         for name, got, expected in zip(names, outputs[protocol], outputs["collective"]):
             assert expected.isfinite().all()
-            same = (
-                torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-                if tokens
-                else got.shape == (0, got.shape[1])
+            assert got.shape == expected.shape
+            assert got.dtype == expected.dtype
+            assert torch.equal(byte_rows(got, tokens), byte_rows(expected, tokens)), (
+                f"{protocol}, {name}: {int((got != expected).sum())} of {got.numel()} values differ"
             )
-            assert same, f"{protocol}, {name}: {int((got != expected).sum())} of {got.numel()} values differ"
 
 
 # --- more processes than GPUs -----------------------------------------------------------------------------------------
