@@ -144,7 +144,8 @@ class PoolOnDevice:
         self.expected = pool.expected(rank).to(device)
         # Steps with wrong rows, with wrong counts, with wrong sums; the first of them.
         self.bad = torch.zeros(3, dtype=torch.int64, device=device)
-        self.first_bad = torch.full((), 2**62, dtype=torch.int64, device=device)
+        self._never = torch.full((), 2**62, dtype=torch.int64, device=device)
+        self.first_bad = self._never.clone()
         self._sources: dict[int, torch.Tensor] = {}
 
     def arguments(self, windows: Windows) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class PoolOnDevice:
         rows = byte_rows(result.hidden_states, slots)
         taken = (result.topk_ids != -1).any(1)
         number = rows[:, :4].contiguous().view(torch.int32)[:, 0].to(torch.int64)
-        number = torch.where(taken, number, 0)
+        number = number.masked_fill(~taken, 0)
         known = number.clamp(0, size - 1)
         token = self._sources[t_hat] + known
         same = (known == number) & (rows == self.rows[token]).all(1)
@@ -194,7 +195,7 @@ class PoolOnDevice:
         here = torch.stack([taken.to(torch.int64), number, number * number], 1).view(ep_size, t_hat, 3).sum(1)
         self._count(0, (taken & ~same).any(), step)
         self._count(1, (here != counts).any(), step)
-        buffer.copy_(self.partials[torch.where(taken, token, len(self.partials) - 1)])
+        buffer.copy_(self.partials[token.masked_fill(~taken, len(self.partials) - 1)])
 
     def check_output(self, output: torch.Tensor, windows: Windows, step: int) -> None:
         """Compare what combine returned."""
@@ -239,7 +240,7 @@ class PoolOnDevice:
             scales = self.scales[mine].view(kind).view(t_hat, *(layer.scale or ()))
         result = comm.dispatch(
             self.rows[mine].view(dtype_of(layer.row_dtype)).view(t_hat, *layer.row),
-            torch.where(live, self.ids[token], -1),
+            self.ids[token].masked_fill(~live, -1),
             None if self.weights is None else self.weights[mine].view(torch.float32),
             hidden_states_scale=scales,
             runtime_max_tokens_per_rank=t_hat,
@@ -247,7 +248,7 @@ class PoolOnDevice:
         buffer = comm.get_combine_input_buffer(dtype_of(layer.partial_dtype))
         self.receive(result, buffer, control[2:].view(self.pool.ep_size, 3), step)
         output = self.combine(comm, buffer, t_hat)
-        expected = torch.where(live, self.expected[token], 0)
+        expected = self.expected[token].masked_fill(~live, 0)
         self._count(2, (bits(output) != bits(expected)).any(), step)
 
     def controls(self, steps: list[Windows]) -> torch.Tensor:
@@ -258,7 +259,7 @@ class PoolOnDevice:
 
     def _count(self, kind: int, bad: torch.Tensor, step: int) -> None:
         self.bad[kind] += bad
-        torch.minimum(self.first_bad, torch.where(bad, step, 2**62), out=self.first_bad)
+        torch.minimum(self.first_bad, self._never.masked_fill(bad, step), out=self.first_bad)
 
     def report(self) -> None:
         """Wait for the device; AssertionError where anything differed."""
