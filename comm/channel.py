@@ -39,7 +39,7 @@ class Channel:
         max_tokens_per_rank: int = 4096,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if max_tokens_per_rank < 1:
+        if not isinstance(max_tokens_per_rank, int) or isinstance(max_tokens_per_rank, bool) or max_tokens_per_rank < 1:
             raise ConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
@@ -75,6 +75,13 @@ class Channel:
     def tokens_per_rank(self, local_num_tokens: int, runtime_max_tokens_per_rank: int | None) -> int:
         """T̂ of a step, checked against T and the maximum."""
         limit = self.max_tokens_per_rank
+        if not isinstance(runtime_max_tokens_per_rank, (int, type(None))) or isinstance(
+            runtime_max_tokens_per_rank, bool
+        ):
+            raise CapacityError(
+                f"rank {self.ep_rank}: runtime_max_tokens_per_rank must be an integer or None, got "
+                f"{runtime_max_tokens_per_rank!r}"
+            )
         t_hat = limit if runtime_max_tokens_per_rank is None else int(runtime_max_tokens_per_rank)
         if not 0 <= t_hat <= limit:
             raise CapacityError(

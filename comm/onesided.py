@@ -157,6 +157,8 @@ class OneSidedChannel(Channel):
         state[STATE_RECORD // 8] = self._record.data_ptr()
         torch.cuda.synchronize(self.device)
         self.memory, self.layout = memory, layout
+        for comm in self.comms:
+            comm.forget_views()
         self.barrier()
 
     def barrier(self) -> None:
@@ -223,7 +225,12 @@ class OneSidedComm(ExpertParallelComm):
         self._table = placement.rank_table(channel.device)
         self._placement_hash = zlib.crc32(repr(placement.rank_of).encode())
         self._known: dict[Any, Any] = {}
+        self._used = False
         self._step: _Step | None = None
+
+    def forget_views(self) -> None:
+        """Drop everything that points into the allocation: another has taken its place."""
+        self._known.clear()
 
     def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:
         """Announce the largest rows this layer will send, so that the first allocation already fits it."""
@@ -280,14 +287,18 @@ class OneSidedComm(ExpertParallelComm):
         Emulated ranks are prepared together, because one thread drives them all and none may be spinning meanwhile.
         """
         layer = self.channel.same_layer(self)
+        first = not self._used
         for comm in layer:
-            if not comm._known:
+            if not comm._used:
                 comm.reserve(key[0], key[1], key[2])
+                comm._used = True
         for comm in layer:
             comm.channel.prepare()
         for comm in layer:
             comm._known[key] = _Launcher(comm, key)
-        self.channel.barrier()
+        if first:
+            # Only where every rank comes: widths that are new to some ranks alone must end in a mismatch, not here.
+            self.channel.barrier()
         return self._known[key]  # type: ignore[no-any-return]
 
     def _result(
@@ -326,10 +337,12 @@ class OneSidedComm(ExpertParallelComm):
         """``[rows, *shape]`` of the local allocation at ``offset``; rows start 16-byte aligned where ``padded``."""
         assert self.channel.memory is not None
         count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(rows, *shape, dtype=dtype, device=self.channel.device)
         length = count * dtype.itemsize
         stride = align(length) if padded else length
         flat = self.channel.memory.local[offset : offset + rows * stride].view(rows, stride)[:, :length].view(dtype)
-        return flat.unflatten(1, shape) if len(shape) != 1 else flat
+        return flat.reshape(rows) if not shape else flat if len(shape) == 1 else flat.unflatten(1, shape)
 
     def get_combine_input_buffer(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         self.channel.check_in_flight(self, "get_combine_input_buffer")
@@ -472,7 +485,16 @@ class _Launcher:
                 f"{self.sentinel_limit} (sentinel_tokens_per_rank)"
             )
         rows = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes)
-        told = (sentinel, t_hat, spec.hidden_bytes, spec.scale_bytes, spec.top_k, spec.num_experts, spec.has_weights)
+        told = (
+            sentinel,
+            t_hat,
+            comm.hidden_size,
+            spec.hidden_bytes,
+            spec.scale_bytes,
+            spec.top_k,
+            spec.num_experts,
+            spec.has_weights,
+        )
         own_hash = zlib.crc32(repr((*told, comm._placement_hash)).encode())
         scalars = [
             memory.local.data_ptr(), memory.peers.data_ptr(), comm._table.data_ptr(),

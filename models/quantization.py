@@ -42,17 +42,19 @@ def parse_quantization(f: Fields, expert_dtype: str | None, *, scales_are_fp32: 
     """
     method = f.text("quant_method", default="modelopt" if "quant_algo" in f else None)
     if method == "fp8":
-        return QuantizationConfig(method, _fp8(f, f.optional(str, "expert_dtype") or expert_dtype, scales_are_fp32))
+        experts = f.optional(str, "expert_dtype") or expert_dtype
+        shared = _fp8(f, None, scales_are_fp32) if experts == "fp4" else None  # what is not a routed expert stays FP8
+        return QuantizationConfig(method, _fp8(f, experts, scales_are_fp32), shared)
     if method == "compressed-tensors":
         return QuantizationConfig(method, _compressed_tensors(f))
     if method in ("modelopt", "modelopt_fp4"):
-        return QuantizationConfig("modelopt", _modelopt(f))
+        return QuantizationConfig("modelopt", _modelopt(f), "nvfp4")
     _unknown(f, f"quant_method {method!r}")
 
 
 def parse_hf_quant_config(raw: Mapping[str, Any], source: str) -> QuantizationConfig:
     """ModelOpt's ``hf_quant_config.json``: the same facts under ``quantization``."""
-    return QuantizationConfig("modelopt", _modelopt(Fields(raw, source).inner("quantization")))
+    return QuantizationConfig("modelopt", _modelopt(Fields(raw, source).inner("quantization")), "nvfp4")
 
 
 def _fp8(f: Fields, expert_dtype: str | None, scales_are_fp32: bool) -> str:

@@ -63,7 +63,12 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise UnsupportedDeviceError(
+            f"device {device!r} is none that PyTorch knows; use 'cpu', 'cuda' or 'cuda:N'"
+        ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             build = "this PyTorch is built without CUDA" if torch.version.cuda is None else "no usable GPU was found"

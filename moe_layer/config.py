@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
 from moe_layer.errors import ConfigError
 
 SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
+MAX_EXPERTS = 1 << 16  # far beyond any model; a damaged config must not ask for memory without bound
+MAX_LAYERS = 1 << 14
 HIDDEN_ACTS = ("silu", "situ")
 
 
@@ -17,11 +20,14 @@ class QuantizationConfig:
 
     Attributes:
         method: ``quant_method`` of the config: ``"fp8"``, ``"compressed-tensors"``, ``"modelopt"``.
+        shared_format: registry name of the shared experts' weights; None: as the routed ones if those are FP8, else
+            plain.
         expert_format: registry name of the expert weights, e.g. ``"fp8_128x128"``, ``"mxfp4"``, ``"nvfp4"``.
     """
 
     method: str
     expert_format: str
+    shared_format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,27 @@ class MoEConfig:
             "hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
         ):  # fmt: skip
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{self.model_type}: {name} must be a positive integer, got {value!r}")
+        for name in (
+            "n_shared_experts", "num_hidden_layers", "first_k_dense_replace", "num_hash_layers", "vocab_size",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{self.model_type}: {name} must be an integer of at least 0, got {value!r}")
+        if not isinstance(self.moe_layer_freq, int) or self.moe_layer_freq < 1:
+            raise ConfigError(
+                f"{self.model_type}: moe_layer_freq must be a positive integer, got {self.moe_layer_freq!r}"
+            )
+        for name, limit in (("n_routed_experts", MAX_EXPERTS), ("num_hidden_layers", MAX_LAYERS)):
+            if getattr(self, name) > limit:
+                raise ConfigError(f"{self.model_type}: {name}={getattr(self, name)} exceeds {limit}")
+        for name in ("routed_scaling_factor", "situ_beta", "situ_linear_beta", "rms_norm_eps", "swiglu_limit"):
+            value = getattr(self, name)
+            if value is None and name == "swiglu_limit":
+                continue
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigError(f"{self.model_type}: {name} must be finite and positive, got {value!r}")
         if self.num_experts_per_tok > min(self.n_routed_experts, 32):
             raise ConfigError(
                 f"{self.model_type}: num_experts_per_tok={self.num_experts_per_tok} exceeds "

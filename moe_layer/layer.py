@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,17 @@ ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # What a checkpoint's weights imply for the activations; every fp8 weight format means "fp8".
 ACTIVATION_OF = {"bf16": "bf16", "fp32": "fp32", "int4": "bf16", "mxfp4": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+
+
+def _exact(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """No gradients, and no autocast: the formats of every operand are the layer's own."""
+
+    @functools.wraps(method)
+    def run(self: MoELayer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 def implied_activation_format(weight_format: str) -> str:
@@ -113,7 +125,8 @@ class MoELayer(nn.Module):
         if activation_format is None:
             activation_format = implied_activation_format(weight_format)
         if shared_weight_format is None:
-            shared_weight_format = weight_format if weight_format.startswith("fp8") else plain
+            stored = cfg.quantization.shared_format if cfg.quantization else None
+            shared_weight_format = stored or (weight_format if weight_format.startswith("fp8") else plain)
         self.cfg = cfg
         self.layer = layer
         self.weight_format = weight_format
@@ -192,6 +205,10 @@ class MoELayer(nn.Module):
         # The one upward import: models builds on this class, and this method is the facade to it.
         from moe_layer.models.loader import load_layer
 
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise ConfigError(f"layer must be an integer, got {layer!r}")
+        if ep is not None and not isinstance(ep, ExpertParallel):
+            raise ConfigError(f"ep must be an ExpertParallel or None, got {type(ep).__name__}")
         cfg = MoEConfig.from_pretrained(path)
         device = resolve_device(device)
         ep = ep if ep is not None else ExpertParallel(device=device)
@@ -313,9 +330,16 @@ class MoELayer(nn.Module):
             setattr(self, name, None if saved is None else torch.empty_like(saved, device=self.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
+        """``to(dtype)``, ``half()`` and the like leave the layer as it is: its formats are its checkpoint's."""
+        place = fn(torch.zeros(1, device=self.device)).device
+        if place != self.device:
+            raise ConfigError(f"layer {self.layer} is on {self.device} and cannot be moved to {place}; load it there")
+        return self
+
     # ---- compute ----
 
-    @torch.no_grad()
+    @_exact
     def forward(
         self,
         x: torch.Tensor,
@@ -346,6 +370,7 @@ class MoELayer(nn.Module):
             rows = self._rows("x", x, self.cfg.hidden_size)
             if self.shared_experts is not None and not self.shared_experts.is_loaded:
                 raise CheckpointError(f"layer {self.layer}: the shared experts have no weights yet")
+            self.gate.check_loaded()
             input_ids, image_mask = (None if t is None else t.reshape(-1) for t in (input_ids, image_mask))
             with self._stage("route"):
                 ids, weights = self.gate(rows, input_ids, image_mask)
@@ -359,7 +384,7 @@ class MoELayer(nn.Module):
                 y = y + self.shared_experts(rows)
         return y.to(x.dtype).view(x.shape)
 
-    @torch.no_grad()
+    @_exact
     def experts(
         self,
         z: torch.Tensor,
@@ -446,8 +471,8 @@ class MoELayer(nn.Module):
         """Code outside dispatch and combine: if it fails, the peers, who wait in those, are told."""
         try:
             yield
-        except Exception as error:
-            self.comm.give_up(error)
+        except BaseException as error:
+            self.comm.give_up(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
 
     def _rows(self, name: str, x: torch.Tensor, width: int) -> torch.Tensor:

@@ -201,7 +201,7 @@ def score(logits: Sequence[float], kind: str) -> list[float]:
         exps = [math.exp(v - top) for v in logits]
         return [e / sum(exps) for e in exps]
     if kind == "sigmoid":
-        return [1 / (1 + math.exp(-v)) for v in logits]
+        return [1 / (1 + math.exp(-v)) if v >= 0 else math.exp(v) / (1 + math.exp(v)) for v in logits]
     return [math.sqrt(math.log1p(math.exp(-abs(v))) + max(v, 0.0)) for v in logits]
 
 

@@ -56,6 +56,7 @@ class Router(nn.Module):
                 f"experts, fewer than num_experts_per_tok={top_k}"
             )
         self.cfg = cfg
+        self._looked_at: tuple[tuple[int, int], ...] = ()
         self.is_hash = cfg.is_hash_layer(layer)
         if self.is_hash and cfg.vocab_size < 1:
             raise ConfigError(f"{cfg.model_type}: layer {layer} is a hash layer, but vocab_size is {cfg.vocab_size}")
@@ -101,6 +102,27 @@ class Router(nn.Module):
             if source.shape != target.shape:
                 raise CheckpointError(f"{name} is {list(source.shape)}, expected {list(target.shape)}")
             target.copy_(source)
+
+    def check_loaded(self) -> None:
+        """Raise unless every value is finite: NaN until loaded. One look after each change of the tensors.
+
+        Raises:
+            CheckpointError: no weights yet, or a checkpoint with NaN or Inf in them.
+        """
+        tensors = {
+            "weight": self.weight,
+            "e_score_correction_bias": self.e_score_correction_bias,
+            "bias_vl": self.bias_vl,
+        }
+        state = tuple((t.data_ptr(), t._version) for t in tensors.values() if t is not None)
+        if state == self._looked_at:
+            return
+        for name, tensor in tensors.items():
+            if tensor is not None and not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(
+                    f"gate.{name} holds NaN or Inf: never loaded, or loaded from a damaged checkpoint"
+                )
+        self._looked_at = state
 
     def _make_room(self, bias_vl: torch.Tensor | None) -> None:
         self.bias_vl = None if bias_vl is None else torch.empty(self.weight.shape[0], device=self.weight.device)

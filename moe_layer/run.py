@@ -60,6 +60,8 @@ def run_layer(
         MoELayerError: a checkpoint, file or option that does not fit.
     """
     cfg = MoEConfig.from_pretrained(checkpoint)
+    if output_file is not None and (Path(output_file).is_dir() or not Path(output_file).absolute().parent.is_dir()):
+        raise ConfigError(f"--output {output_file}: not a file in a folder that exists")
     with _group(device) as (group, where):
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
         x, input_ids = _tokens(cfg, input_file, random_tokens, seed)

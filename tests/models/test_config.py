@@ -146,7 +146,7 @@ RELEASES: dict[str, tuple[dict[str, Any], MoEConfig]] = {
         MoEConfig(
             "deepseek_v4", 4096, 2048, 256, 6, n_shared_experts=1, scoring_func="sqrtsoftplus",
             use_correction_bias=True, routed_scaling_factor=1.5, swiglu_limit=10.0, num_hidden_layers=43,
-            num_hash_layers=3, vocab_size=129280, quantization=QuantizationConfig("fp8", "mxfp4"),
+            num_hash_layers=3, vocab_size=129280, quantization=QuantizationConfig("fp8", "mxfp4", "fp8_128x128_ue8m0"),
         ),
     ),
     "DeepSeek-V4-Pro": (
@@ -154,7 +154,7 @@ RELEASES: dict[str, tuple[dict[str, Any], MoEConfig]] = {
         MoEConfig(
             "deepseek_v4", 7168, 3072, 384, 6, n_shared_experts=1, scoring_func="sqrtsoftplus",
             use_correction_bias=True, routed_scaling_factor=2.5, swiglu_limit=10.0, num_hidden_layers=61,
-            num_hash_layers=3, vocab_size=129280, quantization=QuantizationConfig("fp8", "mxfp4"),
+            num_hash_layers=3, vocab_size=129280, quantization=QuantizationConfig("fp8", "mxfp4", "fp8_128x128_ue8m0"),
         ),
     ),
     "DeepSeek-V4.1-Flash": (
@@ -162,7 +162,7 @@ RELEASES: dict[str, tuple[dict[str, Any], MoEConfig]] = {
         MoEConfig(
             "deepseek_v41", 5120, 2304, 384, 6, n_shared_experts=1, scoring_func="sqrtsoftplus",
             use_correction_bias=True, routed_scaling_factor=1.5, swiglu_limit=10.0, num_hidden_layers=40,
-            rms_norm_eps=1e-20, quantization=QuantizationConfig("fp8", "mxfp4"),
+            rms_norm_eps=1e-20, quantization=QuantizationConfig("fp8", "mxfp4", "fp8_32x32"),
         ),
     ),
     "Kimi-K2": (
@@ -328,13 +328,13 @@ def test_quantization(quantization: dict[str, Any] | None, expected: str | None)
 
 def test_v4_expert_dtype_beside_the_quantization_config() -> None:
     cfg = config_from_dict({**V4_FLASH, "quantization_config": {**FP8, "scale_fmt": "ue8m0"}, "expert_dtype": "fp4"})
-    assert cfg.quantization == QuantizationConfig("fp8", "mxfp4")
+    assert cfg.quantization == QuantizationConfig("fp8", "mxfp4", "fp8_128x128_ue8m0")
 
 
 def test_hf_quant_config_of_modelopt(tmp_path: Path) -> None:
     write(tmp_path, without(V3, "quantization_config"))
     write(tmp_path, {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, "hf_quant_config.json")
-    assert read_config(tmp_path).quantization == QuantizationConfig("modelopt", "nvfp4")
+    assert read_config(tmp_path).quantization == QuantizationConfig("modelopt", "nvfp4", "nvfp4")
     write(tmp_path, {"quantization": {"quant_algo": "W4A8_AWQ"}}, "hf_quant_config.json")
     with pytest.raises(
         ConfigError, match=r"hf_quant_config.json: unknown quantization: .*'W4A8_AWQ'.*; known: .*NVFP4"
