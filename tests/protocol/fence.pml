@@ -1,5 +1,9 @@
-/* Fence (paper, Algorithm 1). docs/protocols.md says what is modelled and states the invariants F1.. that this checks. */
-/* Words of rank t. A row of a workspace is flat slot a of P*T^: payload words 0 and 1, and in W_d the ids, word 2. */
+/* Fence (paper, Algorithm 1; comm/fence.py). docs/protocols.md says what is modelled and numbers the rules and
+ * invariants.
+ *
+ * Words of rank t: W_d, W_c, and for each peer the slot count and the two flags. A row of a workspace is flat slot a
+ * of P*T^: payload words 0 and 1, and in W_d the ids, word 2.
+ */
 #ifndef MIXED
 #define FENCE_BASE 0
 #define WORDS (P * FENCE_WORDS)
@@ -64,11 +68,13 @@ inline arrive_marked(A)
 	fi
 }
 
-/* The last block of dispatch, for the whole rank. */
+/* The last block of dispatch, for the whole rank: release, then one word with step and slot count to each rank. Under
+ * SEPARATE_COUNT, as in the paper, two words: the count ahead of the release, the flag behind it.
+ */
 inline fence_publish()
 {
-#if !defined(NO_COUNT) && !defined(COUNT_AFTER_RELEASE)
-	for (t : 0 .. P - 1) { store(COUNT(t, s), NUMBER(cnt[t])) }
+#if defined(SEPARATE_COUNT) && !defined(COUNT_AFTER_RELEASE)
+	for (t : 0 .. P - 1) { store_free(COUNT(t, s), NUMBER(cnt[t]), STALE) }
 #endif
 #ifndef NO_RELEASE_DISPATCH
 	for (t : 0 .. P - 1) {
@@ -89,8 +95,8 @@ inline fence_publish()
 		mark(COUNT(t, s))
 	}
 #endif
-#ifdef COUNT_AFTER_RELEASE
-	for (t : 0 .. P - 1) { store(COUNT(t, s), NUMBER(cnt[t])) }
+#if (!defined(SEPARATE_COUNT) || defined(COUNT_AFTER_RELEASE)) && !defined(NO_COUNT)
+	for (t : 0 .. P - 1) { store_free(COUNT(t, s), NUMBER(cnt[t]), STALE) }
 #endif
 	for (t : 0 .. P - 1) { store_flag(SENT(t, s), SENT_VALUE) }
 }
@@ -111,13 +117,13 @@ inline fence_send()
 			for (t : 0 .. P - 1) {
 				if
 				:: TO(k, t) ->
-					assert(cnt[t] < T_HAT);
+					assert(cnt[t] < T_HAT); /* F1 */
 					slot[k * P + t] = cnt[t];
 					a = ROW(s, cnt[t]);
 					cnt[t]++;
-					store(WD(t, a, 0), TOKEN(n, s, k));
-					store(WD(t, a, 1), TOKEN(n, s, k));
-					store(WD(t, a, 2), TOKEN(n, s, k))
+					store_free(WD(t, a, 0), TOKEN(n, s, k), STALE);
+					store_free(WD(t, a, 1), TOKEN(n, s, k), STALE);
+					store_free(WD(t, a, 2), TOKEN(n, s, k), STALE)
 				:: else
 				fi
 			}
@@ -151,10 +157,14 @@ inline fence_receive()
 				arrive_marked(WD(s, ROW(r, j), 1));
 				arrive_marked(WD(s, ROW(r, j), 2))
 			}
-			arrive_marked(COUNT(s, r))
+			arrive_marked(COUNT(s, r));
+#endif
+#ifndef SEPARATE_COUNT
+			own(COUNT(s, r)) /* the other half of the flag's word */
 #endif
 		}
 #endif
+		INVARIANT(I1_HOLDS);
 #ifndef NO_SANITIZE
 		for (r : 0 .. P - 1) {
 			look(COUNT(s, r));
@@ -178,8 +188,8 @@ inline fence_receive()
 #define AWAITED(r) DONE_BY(r)
 #endif
 
-/* Combine: announce, wait, pull the partial results from where dispatch put the tokens. */
-inline fence_combine()
+/* Combine, first part: announce that this rank has computed. */
+inline fence_announce()
 {
 	atomic {
 #ifndef NO_RELEASE_COMBINE
@@ -191,9 +201,15 @@ inline fence_combine()
 		for (t : 0 .. P - 1) { store_flag(DONE(t, s), DONE_VALUE) }
 		forget()
 	}
+}
+
+/* Combine, second part: wait for every rank, then pull the partial results from where dispatch put the tokens. */
+inline fence_pull()
+{
 	atomic {
 #ifndef NO_FLAG_COMBINE
 		EACH(AWAITED);
+		INVARIANT(I2_HOLDS);
 		for (r : 0 .. P - 1) {
 			see_flag(DONE(s, r), DONE_VALUE);
 #ifndef NO_ACQUIRE_COMBINE
@@ -211,6 +227,7 @@ inline fence_combine()
 					a = ROW(s, slot[k * P + t]);
 					look(WC(t, a, 0));
 					look(WC(t, a, 1));
+					/* I5 */
 					assert(cur[WC(t, a, 0)] == TOKEN(n, s, k) && cur[WC(t, a, 1)] == TOKEN(n, s, k));
 					cur[WC(t, a, 0)] = STALE;
 					cur[WC(t, a, 1)] = STALE;
@@ -249,8 +266,14 @@ proctype rank(byte s)
 			fence_send()
 		};
 		fence_receive();
+#ifdef ANNOUNCE_BEFORE_COMPUTE
+		fence_announce();
 		compute(WD(s, 0, 0), WC(s, 0, 0));
-		fence_combine()
+#else
+		compute(WD(s, 0, 0), WC(s, 0, 0));
+		fence_announce();
+#endif
+		fence_pull()
 	:: else -> break
 	od
 }

@@ -15,6 +15,16 @@
 #endif
 #define SHARED_WC WC(s, 0, 0)
 
+/* Sentinel's combine tells a later Fence step that the rank has computed. */
+inline sentinel_announce()
+{
+	skip;
+#ifndef NO_SENTINEL_ANNOUNCEMENT
+	for (t : 0 .. P - 1) { store_flag(DONE(t, s), DONE_VALUE) }
+	t = 0
+#endif
+}
+
 proctype rank(byte s)
 {
 	RANK_STATE
@@ -33,13 +43,23 @@ proctype rank(byte s)
 		:: by_sentinel[n] ->
 			sentinel_headers();
 			sentinel_tokens(SENTINEL_WD);
+#ifdef ANNOUNCE_BEFORE_COMPUTE
+			atomic { sentinel_announce() }
 			compute(SENTINEL_WD, SHARED_WC);
 			sentinel_return(SHARED_WC);
+#else
+			compute(SENTINEL_WD, SHARED_WC);
+			atomic {
+				sentinel_announce();
+				sentinel_return(SHARED_WC)
+			}
+#endif
 			sentinel_collect(SHARED_WC)
 		:: else ->
 			fence_receive();
 			compute(WD(s, 0, 0), SHARED_WC);
-			fence_combine()
+			fence_announce();
+			fence_pull()
 		fi
 	:: else -> break
 	od

@@ -1,7 +1,8 @@
-/* Sentinel (paper, Algorithm 2; comm/sentinel.py). docs/protocols.md says what is modelled and numbers the invariants. */
-
-/* Words of rank t: landing slots L (2 words of payload), two banks of meta slots I (a header and the ids), combine slots M
- * (2 words of partial result); and W_d, W_c, which this protocol uses on the own rank only.
+/* Sentinel (paper, Algorithm 2; comm/sentinel.py). docs/protocols.md says what is modelled and numbers the rules and
+ * invariants.
+ *
+ * Words of rank t: landing slots L (2 words of payload), two banks of meta slots I (a header and the ids), combine
+ * slots M (2 words of partial result); and W_d, W_c, which this protocol uses on the own rank only.
  */
 #ifndef MIXED
 #define SENTINEL_BASE 0
@@ -35,14 +36,30 @@
 /* A poll ends when no word is the sentinel any more. */
 #define HERE(A) (cur[A] != SIGMA || (pend[A] != NONE && pend[A] != SIGMA))
 
-/* The load that ends a poll. */
-inline take(A)
+/* The load that ends the poll of a word; one that is not polled (a variant) just shows what is there. */
+inline take(A, POLLED)
 {
 	if
-	:: cur[A] == SIGMA && pend[A] != NONE -> arrive(A)
+	:: POLLED && cur[A] == SIGMA && pend[A] != NONE -> arrive(A)
 	:: else -> look(A)
 	fi
 }
+
+#ifdef POLL_FIRST_PAYLOAD_WORD
+#define PAYLOAD_POLLED(w) ((w) == 0)
+#else
+#define PAYLOAD_POLLED(w) true
+#endif
+#ifdef POLL_FIRST_RESULT_WORD
+#define RESULT_POLLED(w) ((w) == 0)
+#else
+#define RESULT_POLLED(w) true
+#endif
+#ifdef POLL_NO_IDS
+#define IDS_POLLED false
+#else
+#define IDS_POLLED true
+#endif
 
 #if SLOTS == 1
 #define EACH_SLOT(f, r) f(r, 0)
@@ -55,7 +72,6 @@ inline reset(A)
 	local_store(A, SIGMA)
 }
 
-/* A reset that this rank's next kernel does not wait for: variants only. */
 inline reset_used(A)
 {
 	if
@@ -76,21 +92,21 @@ inline sentinel_send(D)
 			for (t : 0 .. P - 1) {
 				if
 				:: k < tokens && TO(k, t) && t != s ->
-					store(LANDING(t, s, k, 0), TOKEN(n, s, k));
+					store_free(LANDING(t, s, k, 0), TOKEN(n, s, k), SIGMA);
 #ifdef PAYLOAD_HOLDS_SENTINEL
-					store(LANDING(t, s, k, 1), SIGMA);
+					store_free(LANDING(t, s, k, 1), SIGMA, SIGMA);
 #else
-					store(LANDING(t, s, k, 1), TOKEN(n, s, k));
+					store_free(LANDING(t, s, k, 1), TOKEN(n, s, k), SIGMA);
 #endif
-					store(IDS(t, s, k), TOKEN(n, s, k));
-					store(HEADER(t, s, k), PRESENT)
+					store_free(IDS(t, s, k), TOKEN(n, s, k), SIGMA);
+					store_free(HEADER(t, s, k), PRESENT, SIGMA)
 #ifndef NO_BARE_HEADERS
 #ifdef OWN_T_ONLY
 				:: k < tokens && !TO(k, t) && t != s ->
 #else
 				:: !(k < tokens && TO(k, t)) && t != s ->
 #endif
-					store(HEADER(t, s, k), BARE)
+					store_free(HEADER(t, s, k), BARE, SIGMA)
 #endif
 				:: t == s && k < T_HAT ->
 					a = D + ROW(s, k) * 3;
@@ -107,30 +123,29 @@ inline sentinel_send(D)
 		}
 		forget()
 	}
-#ifdef RESULT_RESET_AFTER_NEXT_HEADERS
+}
+
+/* What a kernel that did not wait for the one before would do: resets of the step before, after this step's headers. */
+inline sentinel_late_resets()
+{
 	atomic {
-		for (a : 0 .. ROWS * 2 - 1) { reset_used(RESULT(s, 0, 0, a)) }
-		forget()
-	}
+		for (a : 0 .. ROWS * 2 - 1) {
+#ifdef RESULT_RESET_AFTER_NEXT_HEADERS
+			reset_used(RESULT(s, 0, 0, a));
 #endif
 #ifdef META_RESET_AFTER_NEXT_HEADERS
-	atomic {
-		for (a : 0 .. ROWS * 2 - 1) { reset_used(META(s, 1 - bank, 0, 0, a)) }
+			reset_used(META(s, 1 - bank, 0, 0, a))
+#endif
+		}
 		forget()
 	}
-#endif
 }
 
 #define HEADER_HERE(r, i) ((i) >= EXCHANGED || HERE(HEADER(s, r, i)))
 #define HEADERS_HERE(r) (r == s || EACH_SLOT(HEADER_HERE, r))
 #define PROMISED(r, i) ((i) < EXCHANGED && present[(r) * SLOTS + (i)] == PRESENT)
-#ifdef POLL_FIRST_PAYLOAD_WORD
-#define WORDS_HERE(r, i) (HERE(IDS(s, r, i)) && HERE(LANDING(s, r, i, 0)))
-#elif defined(POLL_NO_IDS)
-#define WORDS_HERE(r, i) (HERE(LANDING(s, r, i, 0)) && HERE(LANDING(s, r, i, 1)))
-#else
-#define WORDS_HERE(r, i) (HERE(IDS(s, r, i)) && HERE(LANDING(s, r, i, 0)) && HERE(LANDING(s, r, i, 1)))
-#endif
+#define PAYLOAD_HERE(r, i, w) (!PAYLOAD_POLLED(w) || HERE(LANDING(s, r, i, w)))
+#define WORDS_HERE(r, i) ((!IDS_POLLED || HERE(IDS(s, r, i))) && PAYLOAD_HERE(r, i, 0) && PAYLOAD_HERE(r, i, 1))
 #define TOKEN_HERE(r, i) (!PROMISED(r, i) || WORDS_HERE(r, i))
 #define TOKENS_HERE(r) (r == s || EACH_SLOT(TOKEN_HERE, r))
 
@@ -143,7 +158,7 @@ inline sentinel_headers()
 			for (j : 0 .. EXCHANGED - 1) {
 				if
 				:: r != s ->
-					take(HEADER(s, r, j));
+					take(HEADER(s, r, j), true);
 					present[r * SLOTS + j] = cur[HEADER(s, r, j)]
 				:: else
 				fi
@@ -158,14 +173,15 @@ inline sentinel_tokens(D)
 {
 	atomic {
 		EACH(TOKENS_HERE);
+		INVARIANT(I1_HOLDS);
 		for (r : 0 .. P - 1) {
 			for (j : 0 .. EXCHANGED - 1) {
 				a = D + ROW(r, j) * 3;
 				if
 				:: r != s && PROMISED(r, j) ->
-					take(IDS(s, r, j));
-					take(LANDING(s, r, j, 0));
-					take(LANDING(s, r, j, 1));
+					take(IDS(s, r, j), IDS_POLLED);
+					take(LANDING(s, r, j, 0), PAYLOAD_POLLED(0));
+					take(LANDING(s, r, j, 1), PAYLOAD_POLLED(1));
 					local_store(a, cur[LANDING(s, r, j, 0)]);
 					local_store(a + 1, cur[LANDING(s, r, j, 1)]);
 					local_store(a + 2, cur[IDS(s, r, j)]);
@@ -188,13 +204,10 @@ inline sentinel_tokens(D)
 	}
 }
 
-/* Combine, first part: push the partial results of the slots that hold a token. Tell a later Fence step that W_d is free. */
+/* Combine, first part: push the partial results of the slots that hold a token. */
 inline sentinel_return(C)
 {
 	atomic {
-#if defined(MIXED) && !defined(NO_SENTINEL_ANNOUNCEMENT)
-		for (t : 0 .. P - 1) { store_flag(DONE(t, s), DONE_VALUE) }
-#endif
 		for (r : 0 .. P - 1) {
 			for (j : 0 .. T_HAT - 1) {
 				a = C + ROW(r, j) * 2;
@@ -202,8 +215,8 @@ inline sentinel_return(C)
 				:: PROMISED(r, j) && r != s ->
 					own(a);
 					own(a + 1);
-					store(RESULT(r, j, s, 0), cur[a]);
-					store(RESULT(r, j, s, 1), cur[a + 1]);
+					store_free(RESULT(r, j, s, 0), cur[a], SIGMA);
+					store_free(RESULT(r, j, s, 1), cur[a + 1], SIGMA);
 					cur[a] = STALE;
 					cur[a + 1] = STALE
 				:: else
@@ -214,11 +227,8 @@ inline sentinel_return(C)
 	}
 }
 
-#ifdef POLL_FIRST_RESULT_WORD
-#define RESULT_HERE(t, i) (!TO(i, t) || HERE(RESULT(s, i, t, 0)))
-#else
-#define RESULT_HERE(t, i) (!TO(i, t) || (HERE(RESULT(s, i, t, 0)) && HERE(RESULT(s, i, t, 1))))
-#endif
+#define WORD_HERE(t, i, w) (!RESULT_POLLED(w) || HERE(RESULT(s, i, t, w)))
+#define RESULT_HERE(t, i) (!TO(i, t) || (WORD_HERE(t, i, 0) && WORD_HERE(t, i, 1)))
 #define RESULTS_HERE(t) (t == s || EACH_SLOT(RESULT_HERE, t))
 
 /* Combine, second part: poll the partial results of the own tokens, reset them and add. */
@@ -233,12 +243,13 @@ inline sentinel_collect(C)
 				:: TO(k, t) && t == s ->
 					own(a);
 					own(a + 1);
-					assert(cur[a] == TOKEN(n, s, k) && cur[a + 1] == TOKEN(n, s, k));
+					assert(cur[a] == TOKEN(n, s, k) && cur[a + 1] == TOKEN(n, s, k)); /* I5 */
 					cur[a] = STALE;
 					cur[a + 1] = STALE
 				:: TO(k, t) && t != s ->
-					take(RESULT(s, k, t, 0));
-					take(RESULT(s, k, t, 1));
+					take(RESULT(s, k, t, 0), RESULT_POLLED(0));
+					take(RESULT(s, k, t, 1), RESULT_POLLED(1));
+					/* I5 */
 					assert(cur[RESULT(s, k, t, 0)] == TOKEN(n, s, k) && cur[RESULT(s, k, t, 1)] == TOKEN(n, s, k));
 #if !defined(NO_RESET_RESULT) && !defined(RESULT_RESET_AFTER_NEXT_HEADERS)
 					reset(RESULT(s, k, t, 0));
@@ -283,6 +294,9 @@ proctype rank(byte s)
 			begin_step();
 			sentinel_send(OWN_WD(s))
 		};
+#if defined(RESULT_RESET_AFTER_NEXT_HEADERS) || defined(META_RESET_AFTER_NEXT_HEADERS)
+		sentinel_late_resets();
+#endif
 		sentinel_headers();
 		atomic { /* between them no peer can tell the difference: W_d and W_c are the rank's own */
 			sentinel_tokens(OWN_WD(s));
