@@ -22,7 +22,7 @@ class ExpertParallel:
 
     Args:
         group: a torch.distributed process group, a one-dimensional ``DeviceMesh``, or None for this process alone.
-        protocol: ``"auto"`` takes the fastest that this machine can run; see :func:`moe_layer.comm.create_channel`.
+        protocol: ``"auto"``: loopback for one rank, else collective; see :func:`moe_layer.comm.create_channel`.
         max_tokens_per_rank: the most tokens that any rank passes to a layer at once; sizes the buffers.
         timeout_s: seconds after which a wait for a peer raises ``CommunicationTimeoutError``.
         device: where the layers run; None: the current GPU where there is one, else the CPU.
