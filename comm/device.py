@@ -18,12 +18,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 from cutlass.cute.arch import inline_ptx
 
+from moe_layer.comm.layout import STATE_ERROR, STATE_RECORD, STATE_TIMEOUT
 from moe_layer.comm.status import ErrorCode
 
 SENTINEL = 0xFFFFFFFF
 # Between slow-path checks a poll spins about 256 × 0.7 µs at most: time-outs are precise to a millisecond.
 POLLS_PER_CHECK = 256
-Vector = tuple[Uint32, Uint32, Uint32, Uint32]
 
 
 def load_vector(addr: Int64) -> Any:
@@ -124,15 +124,8 @@ def high(word: Uint64) -> Uint32:
 
 
 @cute.jit
-def select(condition: Any, yes: Uint32, no: Uint32) -> Uint32:
-    out = no
-    if condition:
-        out = yes
-    return out
-
-
-@cute.jit
-def select_i32(condition: Any, yes: Int32, no: Int32) -> Int32:
+def select(condition: Any, yes: Any, no: Any) -> Any:
+    """``yes`` or ``no``, two scalars of one type."""
     out = no
     if condition:
         out = yes
@@ -204,10 +197,10 @@ def record_error(state: Int64, code: Uint32, phase: Uint32, peer: Uint32, step: 
     claimed = inline_ptx(
         "atom.relaxed.gpu.global.cas.b32 {$w0}, [{$r0}], 0, {$r1};",
         write_only_types=[Uint32],
-        read_only_args=[state + 8, code],
+        read_only_args=[state + STATE_ERROR, code],
     )
     if claimed == Uint32(0):
-        record = load_i64(state + 24)
+        record = load_i64(state + STATE_RECORD)
         store_u32_sys(record + 4, phase)
         store_u32_sys(record + 8, peer)
         store_u32_sys(record + 12, step)
@@ -223,13 +216,13 @@ def check_wait(
     now = Uint64(cute.arch.globaltimer())
     if start == Uint64(0):
         start = now
-    stop = load_u32_sys(state + 8)
+    stop = load_u32_sys(state + STATE_ERROR)
     word = load_u64_sys(announce)
     if stop == Uint32(0):
         if high(word) == step and low(word) != own:
             record_error(state, Uint32(ErrorCode.MISMATCH), phase, peer, step, low(word))
             stop = Uint32(1)
-        elif now - start > load_u64(state + 16):
+        elif now - start > load_u64(state + STATE_TIMEOUT):
             record_error(state, Uint32(ErrorCode.TIMEOUT), phase, peer, step, high(word))
             stop = Uint32(1)
     return stop, start
@@ -315,9 +308,7 @@ def expert_rank(
 
 def bf16_pair_to_f32(word: Uint32) -> Any:
     """Two BF16 in a word → two FP32, low half first; exact."""
-    lo = inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word << Uint32(16)])
-    hi = inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word & Uint32(0xFFFF0000)])
-    return lo, hi
+    return bits_to_f32(word << Uint32(16)), bits_to_f32(word & Uint32(0xFFFF0000))
 
 
 def f32_pair_to_bf16(lo: Float32, hi: Float32) -> Uint32:

@@ -248,7 +248,7 @@ def part_vector(spec: Any, part: Int32, tid: Int32, chunk: Any) -> Int32:
     local = tid + chunk * (spec.payload_warps * WARP)
     if spec.parts == 1:
         return local
-    return dev.select_i32(local < Int32(spec.part_vectors), part * spec.part_vectors + local, Int32(spec.vectors))
+    return dev.select(local < Int32(spec.part_vectors), part * spec.part_vectors + local, Int32(spec.vectors))
 
 
 @cute.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from moe_layer.comm.layout import align
@@ -22,8 +23,43 @@ def _warps(vectors: int, ep_size: int) -> int:
     return max(1, -(-vectors // (chunks * WARP)))
 
 
+class _RowSpec(ABC):
+    """How a row of ``vectors`` 16-byte vectors is spread over ``parts`` blocks of payload warps and a routing warp."""
+
+    ep_size: int
+    parts: int
+
+    @property
+    @abstractmethod
+    def vectors(self) -> int:
+        """16-byte vectors of a row."""
+
+    @property
+    def part_vectors(self) -> int:
+        """Vectors of one part."""
+        return -(-self.vectors // self.parts)
+
+    @property
+    def payload_warps(self) -> int:
+        return _warps(self.part_vectors, self.ep_size)
+
+    @property
+    def chunks(self) -> int:
+        """Vectors a payload thread holds."""
+        return -(-self.part_vectors // (self.payload_warps * WARP))
+
+    @property
+    def threads(self) -> int:
+        return (self.payload_warps + 1) * WARP
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks a multiprocessor that a grid is sized for; progress does not depend on their being resident."""
+        return max(1, THREADS_PER_SM // self.threads)
+
+
 @dataclass(frozen=True)
-class DispatchSpec:
+class DispatchSpec(_RowSpec):
     """One layer's dispatch.
 
     Attributes:
@@ -55,32 +91,9 @@ class DispatchSpec:
         """16-byte vectors of a token's payload: hidden row, then scale row."""
         return (self.hidden_bytes + self.scale_bytes) // VECTOR_BYTES
 
-    @property
-    def part_vectors(self) -> int:
-        """Vectors of one part."""
-        return -(-self.vectors // self.parts)
-
-    @property
-    def payload_warps(self) -> int:
-        return _warps(self.part_vectors, self.ep_size)
-
-    @property
-    def chunks(self) -> int:
-        """Vectors a payload thread holds."""
-        return -(-self.part_vectors // (self.payload_warps * WARP))
-
-    @property
-    def threads(self) -> int:
-        return (self.payload_warps + 1) * WARP
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Blocks a multiprocessor that a grid is sized for; progress does not depend on their being resident."""
-        return max(1, THREADS_PER_SM // self.threads)
-
 
 @dataclass(frozen=True)
-class CombineSpec:
+class CombineSpec(_RowSpec):
     """One layer's combine.
 
     Attributes:
@@ -100,28 +113,6 @@ class CombineSpec:
     def vectors(self) -> int:
         row = self.combine_bytes if self.element_bytes > 1 else align(self.combine_bytes // 2)
         return row // VECTOR_BYTES
-
-    @property
-    def part_vectors(self) -> int:
-        """Vectors of one part."""
-        return -(-self.vectors // self.parts)
-
-    @property
-    def payload_warps(self) -> int:
-        return _warps(self.part_vectors, self.ep_size)
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.part_vectors // (self.payload_warps * WARP))
-
-    @property
-    def threads(self) -> int:
-        return (self.payload_warps + 1) * WARP
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Blocks a multiprocessor that a grid is sized for; progress does not depend on their being resident."""
-        return max(1, THREADS_PER_SM // self.threads)
 
 
 @dataclass(frozen=True)
