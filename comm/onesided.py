@@ -9,7 +9,6 @@ synchronizes).
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,16 +17,8 @@ import torch.distributed as dist
 from moe_layer.comm.auto import sentinel_limit
 from moe_layer.comm.base import DispatchResult, ExpertParallelComm
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
-from moe_layer.comm.launch import (
-    FENCE,
-    FP8_PARTIALS,
-    combine_kernels,
-    dispatch_kernels,
-    give_up_kernel,
-    grid_size,
-    load_kernels,
-    sentinel_parts,
-)
+from moe_layer.comm.launch import give_up_kernel
+from moe_layer.comm.launchers import CombineLauncher, DispatchKey, DispatchLauncher, Step
 from moe_layer.comm.layout import (
     STATE_BYTES,
     STATE_RECORD,
@@ -39,8 +30,7 @@ from moe_layer.comm.layout import (
 )
 from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.comm.rows import aligned_rows, row_bytes, row_shape, takes_vectors
-from moe_layer.comm.spec import CombineSpec, DispatchSpec
-from moe_layer.comm.status import RECORD_WORDS, ErrorCode, explain
+from moe_layer.comm.status import RECORD_WORDS, explain
 from moe_layer.comm.symmetric import SymmetricMemory, TorchSymmetricMemory
 from moe_layer.comm.validation import check_combine, check_dispatch, check_output, check_partial_dtype
 from moe_layer.errors import CapacityError, CommunicationError, ConfigError
@@ -99,7 +89,7 @@ class OneSidedChannel(Channel):
         self.layout: WorkspaceLayout | None = None
         self.memory: SymmetricMemory | None = None
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
-        self._record_words = self._record.numpy()
+        self._record_words = memoryview(self._record.numpy())
 
     def communicator(self, placement: ExpertPlacement, hidden_size: int) -> OneSidedComm:
         self.check_layer(placement, hidden_size)
@@ -176,7 +166,7 @@ class OneSidedChannel(Channel):
 
     def raise_reported(self) -> None:
         """Raise what a kernel has reported so far; does not synchronize."""
-        if self._record_words[0] != ErrorCode.OK:
+        if self._record_words[0]:  # not ErrorCode.OK; an enum's members are slow to look up, and this runs twice a step
             assert self.memory is not None
             torch.cuda.synchronize(self.device)
             at = SyncOffsets(self.ep_size).parameters
@@ -200,18 +190,6 @@ class OneSidedChannel(Channel):
         super().destroy()
 
 
-@dataclass
-class _Step:
-    """What combine must know of its dispatch."""
-
-    tokens: int
-    t_hat: int
-    sentinel: bool
-    top_k: int
-    routing: int  # address of the routing rows
-    routing_words: int  # words of one
-
-
 class OneSidedComm(ExpertParallelComm):
     """:class:`ExpertParallelComm` by Fence or Sentinel."""
 
@@ -226,7 +204,7 @@ class OneSidedComm(ExpertParallelComm):
         self._placement_hash = zlib.crc32(repr(placement.rank_of).encode())
         self._known: dict[Any, Any] = {}
         self._used = False
-        self._step: _Step | None = None
+        self._step: Step | None = None
 
     def forget_views(self) -> None:
         """Drop everything that points into the allocation: another has taken its place."""
@@ -272,7 +250,7 @@ class OneSidedComm(ExpertParallelComm):
             sentinel = launch.sentinel_limit >= t_hat
             result = self._result(t_hat, hidden_states, hidden_states_scale, top_k, topk_weights is not None)
             launch.run(sentinel, hidden, scale, topk_ids, topk_weights, tokens, t_hat)
-            self._step = _Step(tokens, t_hat, sentinel, top_k, result.topk_ids.data_ptr(), 2 * top_k)
+            self._step = Step(tokens, t_hat, sentinel, top_k, result.topk_ids.data_ptr(), 2 * top_k)
         except BaseException as error:
             channel.end()
             if isinstance(error, Exception):
@@ -281,7 +259,7 @@ class OneSidedComm(ExpertParallelComm):
         channel.step += 1
         return result
 
-    def _prepare(self, key: tuple[int, int, int, bool, int]) -> _Launcher:
+    def _prepare(self, key: DispatchKey) -> DispatchLauncher:
         """First use of these widths: allocate, compile and load every kernel, and let the peers do so too.
 
         Emulated ranks are prepared together, because one thread drives them all and none may be spinning meanwhile.
@@ -295,7 +273,7 @@ class OneSidedComm(ExpertParallelComm):
         for comm in layer:
             comm.channel.prepare()
         for comm in layer:
-            comm._known[key] = _Launcher(comm, key)
+            comm._known[key] = DispatchLauncher(comm, key)
         if first:
             # Only where every rank comes: widths that are new to some ranks alone must end in a mismatch, not here.
             self.channel.barrier()
@@ -392,126 +370,16 @@ class OneSidedComm(ExpertParallelComm):
         channel.end()
         return output
 
-    def _run_combine(self, step: _Step, dtype: torch.dtype, output: torch.Tensor) -> None:
-        channel = self.channel
-        assert channel.layout is not None and channel.memory is not None
+    def _run_combine(self, step: Step, dtype: torch.dtype, output: torch.Tensor) -> None:
         wire_dtype = output.dtype if output.dtype in (torch.bfloat16, torch.float32) else torch.float32
-        combine_bytes = align(self.hidden_size * dtype.itemsize)
-        width = combine_bytes // dtype.itemsize
-        direct = output if width == self.hidden_size and takes_vectors(output, wire_dtype) else None
-        if direct is None:
-            direct = torch.empty(step.tokens, width, dtype=wire_dtype, device=channel.device)
-        fp8 = channel.fp8_combine and not step.sentinel and dtype == torch.bfloat16
-        spec = CombineSpec(self.ep_size, combine_bytes, 1 if fp8 else dtype.itemsize, wire_dtype.itemsize)
-        key = ("combine launch", spec)
-        kernels = self._known.get(key)
-        if kernels is None:
-            kernels = self._known[key] = combine_kernels(spec, channel.arch)
-        layout, memory = channel.layout, channel.memory
-        code = (spec.element_bytes << 24) | spec.combine_bytes
-        scalars = [
-            memory.local.data_ptr(), memory.peers.data_ptr(), layout.offsets["combine"], direct.data_ptr(),
-            direct.stride(0) * direct.element_size(),
-        ]  # fmt: skip
-        parts = sentinel_parts(step.t_hat, spec.vectors) if step.sentinel else FENCE
-        slots = step.t_hat if step.sentinel else step.tokens
-        grid = grid_size(slots, parts, channel.max_blocks or channel.num_sms * spec.blocks_per_sm)
-        if step.sentinel:
-            scalars += [
-                layout.offsets["present"], layout.offsets["partials"], layout.partial_stride,
-                layout.capacity.sentinel_tokens_per_rank,
-            ]  # fmt: skip
-        if fp8:
-            slots = self.ep_size * step.t_hat
-            kernels[FP8_PARTIALS](
-                memory.local, memory.local.data_ptr(), layout.offsets["combine"], step.routing, step.routing_words,
-                step.top_k, slots, min(max(1, slots), channel.num_sms * spec.blocks_per_sm),
-            )  # fmt: skip
-        kernels[parts](memory.local, *scalars, self.ep_rank, step.tokens, step.t_hat, code, grid)
-        if direct is not output:
-            output.copy_(direct[:, : self.hidden_size])
-
-
-class _Launcher:
-    """Everything of a dispatch that stays the same from step to step."""
-
-    def __init__(self, comm: OneSidedComm, key: tuple[int, int, int, bool, int]) -> None:
-        hidden_bytes, scale_bytes, top_k, has_weights, id_bytes = key
-        channel = comm.channel
-        assert channel.layout is not None and channel.memory is not None
-        capacity = channel.layout.capacity
-        if hidden_bytes > capacity.hidden_bytes or scale_bytes > capacity.scale_bytes or top_k > capacity.top_k:
-            raise CapacityError(
-                f"rank {comm.ep_rank}: rows of {hidden_bytes} + {scale_bytes} bytes with top_k={top_k}, but the "
-                f"workspace was sized for {capacity.hidden_bytes} + {capacity.scale_bytes} with "
-                f"top_k={capacity.top_k}; reserve() the largest layer first"
-            )
-        spec = DispatchSpec(
-            comm.ep_size, top_k, comm.placement.num_experts, comm._contiguous, hidden_bytes, scale_bytes, has_weights,
-            id_bytes,
-        )  # fmt: skip
-        self.comm, self.spec = comm, spec
-        self.kernels = dispatch_kernels(spec, channel.arch)
-        # Any combine that this layer may ask for later, so that no step waits for a compiler.
-        combines = [
-            combine_kernels(
-                CombineSpec(comm.ep_size, align(comm.hidden_size * max(2, element_bytes)), element_bytes, output_bytes),
-                channel.arch,
-            )
-            for element_bytes in ((1, 2, 4) if channel.fp8_combine else (2, 4))
-            for output_bytes in (2, 4)
-        ]
-        others = [give_up_kernel(comm.ep_size, in_combine, channel.arch) for in_combine in (False, True)]
-        load_kernels(self.kernels, combines, others, comm.ep_size, channel.device)
-        if channel.protocol == "fence":
-            self.sentinel_limit = -1
-        elif channel.protocol == "sentinel":
-            self.sentinel_limit = capacity.sentinel_tokens_per_rank
-        else:
-            row = spec.hidden_bytes + spec.scale_bytes + align(comm.hidden_size * 2)
-            self.sentinel_limit = min(capacity.sentinel_tokens_per_rank, sentinel_limit(comm.ep_size, row, spec.top_k))
-
-    def run(
-        self, sentinel: bool, hidden: torch.Tensor, scale: torch.Tensor | None, ids: torch.Tensor,
-        weights: torch.Tensor | None, tokens: int, t_hat: int,
-    ) -> None:  # fmt: skip
-        comm, spec = self.comm, self.spec
-        channel = comm.channel
-        layout, memory = channel.layout, channel.memory
-        assert layout is not None and memory is not None
-        if channel.protocol == "sentinel" and not sentinel:
-            raise CapacityError(
-                f"rank {comm.ep_rank}: runtime_max_tokens_per_rank is {t_hat}, but Sentinel's slots were sized for "
-                f"{self.sentinel_limit} (sentinel_tokens_per_rank)"
-            )
-        rows = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes)
-        told = (
-            sentinel,
-            t_hat,
-            comm.hidden_size,
-            spec.hidden_bytes,
-            spec.scale_bytes,
-            spec.top_k,
-            spec.num_experts,
-            spec.has_weights,
-        )
-        own_hash = zlib.crc32(repr((*told, comm._placement_hash)).encode())
-        scalars = [
-            memory.local.data_ptr(), memory.peers.data_ptr(), comm._table.data_ptr(),
-            hidden.data_ptr(), scale.data_ptr() if scale is not None else 0, ids.data_ptr(),
-            weights.data_ptr() if weights is not None else 0, hidden.stride(0),
-            scale.stride(0) if scale is not None else 0, *rows,
-        ]  # fmt: skip
-        if sentinel:
-            scalars += [
-                layout.offsets["present"], layout.offsets["meta"], layout.offsets["landing"], layout.offsets["escape"],
-                layout.landing_stride, layout.capacity.sentinel_tokens_per_rank,
-            ]  # fmt: skip
-        parts = sentinel_parts(t_hat, spec.vectors) if sentinel else FENCE
-        grid = grid_size(
-            t_hat if sentinel else tokens, parts, channel.max_blocks or channel.num_sms * spec.blocks_per_sm
-        )
-        waiters = [] if sentinel else [min(grid, channel.num_sms)]
-        self.kernels[parts](
-            memory.local, *scalars, comm.ep_rank, tokens, t_hat, own_hash, comm._placement_hash, *waiters, grid
-        )
+        fp8 = self.channel.fp8_combine and not step.sentinel and dtype == torch.bfloat16
+        key = ("combine launch", dtype, wire_dtype, fp8)
+        launch = self._known.get(key)
+        if launch is None:
+            launch = self._known[key] = CombineLauncher(self, dtype, wire_dtype, fp8)
+        if launch.width == self.hidden_size and takes_vectors(output, wire_dtype):
+            launch.run(step, output)
+            return
+        direct = torch.empty(step.tokens, launch.width, dtype=wire_dtype, device=self.channel.device)
+        launch.run(step, direct)
+        output.copy_(direct[:, : self.hidden_size])

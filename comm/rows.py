@@ -59,6 +59,8 @@ def as_byte_rows(tensor: torch.Tensor) -> torch.Tensor:
     shape = (tensor.shape[0], row_bytes(tensor))
     if tensor.numel() == 0:  # NumPy gives these strides that view() refuses
         return torch.empty(shape, dtype=torch.uint8, device=tensor.device)
+    if tensor.ndim == 2 and tensor.stride(1) == 1:  # one view instead of three
+        return tensor.view(torch.uint8)
     return tensor.view(-1).view(torch.uint8).view(shape)
 
 

@@ -19,7 +19,7 @@ from moe_layer.errors import ConfigError
 def test_families_are_what_a_layer_compiles(model: str, fp8_combine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the kernels that a communicator asks for at its first dispatch, whose own code says which."""
     pytest.importorskip("cutlass")
-    from moe_layer.comm import launch, onesided
+    from moe_layer.comm import launch, launchers
     from moe_layer.comm.layout import align
 
     asked: set[tuple[str, Any, str]] = set()
@@ -29,7 +29,7 @@ def test_families_are_what_a_layer_compiles(model: str, fp8_combine: bool, monke
         return lambda *arguments: None
 
     monkeypatch.setattr(launch, "get_kernel", get_kernel)
-    monkeypatch.setattr(onesided, "load_kernels", lambda *arguments: None)
+    monkeypatch.setattr(launchers, "load_kernels", lambda *arguments: None)
     shape = get_shape(model)
     row = (align(shape.data_bytes), align(shape.scale_bytes))
     capacity = SimpleNamespace(
@@ -38,13 +38,13 @@ def test_families_are_what_a_layer_compiles(model: str, fp8_combine: bool, monke
     )  # fmt: skip
     channel = SimpleNamespace(
         layout=SimpleNamespace(capacity=capacity), memory=object(), arch="sm_90a", protocol="auto", device=None,
-        fp8_combine=fp8_combine, push_combine=False,
+        fp8_combine=fp8_combine,
     )  # fmt: skip
     comm: Any = SimpleNamespace(
         channel=channel, ep_size=4, ep_rank=0, placement=SimpleNamespace(num_experts=shape.num_experts),
         _contiguous=True, hidden_size=shape.hidden_size,
     )  # fmt: skip
-    onesided._Launcher(comm, (*row, shape.top_k, True, 4))
+    launchers.DispatchLauncher(comm, (*row, shape.top_k, True, 4))
     wanted, asked = asked, set()
 
     for family in precompile.families([shape], [4], ["sm_90a"], ["int32"], fp8_combine=fp8_combine):
