@@ -134,7 +134,7 @@ class DispatchLauncher:
             spec.has_weights,
         )
         own_hash = zlib.crc32(repr((*told, comm._placement_hash)).encode())
-        regions = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes)
+        regions: tuple[int, ...] = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes)
         if sentinel:
             regions += (
                 layout.offsets["present"], layout.offsets["meta"], layout.offsets["landing"], layout.offsets["escape"],
@@ -177,10 +177,10 @@ class CombineLauncher:
         channel = self.comm.channel
         memory = channel.memory
         assert memory is not None
+        regions: tuple[int, ...] = ()
+        parts, slots = FENCE, step.tokens
         if step.sentinel:
             parts, slots, regions = sentinel_parts(step.t_hat, self.spec.vectors), step.t_hat, self._sentinel_regions
-        else:
-            parts, slots, regions = FENCE, step.tokens, ()
         if self.fp8:
             received = self.comm.ep_size * step.t_hat
             self.kernels[FP8_PARTIALS](

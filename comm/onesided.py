@@ -89,7 +89,7 @@ class OneSidedChannel(Channel):
         self.layout: WorkspaceLayout | None = None
         self.memory: SymmetricMemory | None = None
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
-        self._record_words = memoryview(self._record.numpy())
+        self._record_words = self._record.numpy().data
 
     def communicator(self, placement: ExpertPlacement, hidden_size: int) -> OneSidedComm:
         self.check_layer(placement, hidden_size)
