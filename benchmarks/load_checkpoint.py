@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from moe_layer.benchmarks.shapes import SHAPES
 from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.models.checkpoint import Checkpoint
 from moe_layer.models.config import read_config
@@ -42,17 +43,17 @@ from moe_layer.models.synthetic import write_checkpoint
 TIME_LIMIT = 1.3
 SAMPLE_S = 0.002
 
-# release → (hidden, moe inter, latent) of the model
-SHAPES: dict[str, tuple[int, int, int | None]] = {
-    "deepseek_v3": (7168, 2048, None),
-    "deepseek_v41": (5120, 2304, None),
-    "kimi_k3": (7168, 3072, 3584),
-    "kimi_k25": (7168, 2048, None),
-    "kimi_linear": (2304, 1024, None),
-    "deepseek_v3_modelopt": (7168, 2048, None),
-    "deepseek_v3_fused": (7168, 2048, None),
+# release → (the model whose shapes it has, bits of a weight)
+RELEASES = {
+    "deepseek_v3": ("deepseek_v3", 8),
+    "deepseek_v41": ("deepseek_v41", 4),
+    "kimi_k3": ("kimi_k3", 4),
+    "kimi_k25": ("kimi_k2", 4),
+    "kimi_linear": ("kimi_linear", 16),
+    "deepseek_v3_modelopt": ("deepseek_v3", 4),
+    "deepseek_v3_fused": ("deepseek_v3", 16),
 }
-BITS = {"deepseek_v3": 8, "kimi_linear": 16, "deepseek_v3_fused": 16}  # of a weight; 4 for the others
+HIDDEN_SIZE = {"kimi_k3": 7168}  # where the experts' width is another, the latent one
 
 
 @dataclass
@@ -168,8 +169,11 @@ def tensor_names(plan: LayerPlan) -> list[str]:
 
 
 def measure(release: str, gib: float, ep_size: int, repeat: int, shards: int) -> Result:
-    hidden, inter, latent = SHAPES[release]
-    per_expert = 3 * (latent or hidden) * inter * BITS.get(release, 4) / 8
+    model, bits = RELEASES[release]
+    width, inter = SHAPES[model].hidden_size, SHAPES[model].intermediate_size
+    hidden = HIDDEN_SIZE.get(release, width)
+    latent = width if hidden != width else None
+    per_expert = 3 * width * inter * bits / 8
     experts = max(ep_size, round(gib * 2**30 / per_expert))
     rank = ep_size - 1
     with tempfile.TemporaryDirectory(prefix="moe-layer-load-") as name:
@@ -208,7 +212,7 @@ def measure(release: str, gib: float, ep_size: int, repeat: int, shards: int) ->
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--release", action="append", choices=sorted(SHAPES), help="default: three of them")
+    parser.add_argument("--release", action="append", choices=sorted(RELEASES), help="default: three of them")
     parser.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint's experts (default: 1.5)")
     parser.add_argument("--ep", type=int, default=2, help="ranks; the last one's share is loaded (default: 2)")
     parser.add_argument("--repeat", type=int, default=9, help="runs of each (default: 9)")

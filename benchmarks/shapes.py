@@ -1,4 +1,4 @@
-"""The models' MoE shapes, in one place, for tests and benchmarks.
+"""The models' MoE shapes, in one place, for benchmarks, `moe-layer compile`, `moe-layer doctor` and tests.
 
 What the all-to-all and the grouped GEMMs see of a model: the routed width (Kimi-K3: the latent one), the experts, and
 the formats that its release implies. Bytes are per token and target rank, as the paper's Table 3 counts them: the data
@@ -90,7 +90,7 @@ def get_shape(text: str) -> Shape:
         ConfigError: neither a known model nor a checkpoint, or a format that cannot carry activations.
         FormatError: no such format.
     """
-    name, _, activation = text.partition(":")
+    name, _, activation = (text, "", "") if os.path.exists(text) else text.partition(":")
     if name in SHAPES:
         shape = SHAPES[name]
     elif os.path.exists(name):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,12 +16,10 @@ import torch.distributed as dist
 
 import moe_layer
 from moe_layer.backend import architecture, kernel_entries
+from moe_layer.benchmarks.shapes import get_shape
 from moe_layer.comm.auto import sentinel_limit
 from moe_layer.comm.layout import Capacity, WorkspaceLayout, align
-from moe_layer.config import MoEConfig
-from moe_layer.errors import ConfigError
 from moe_layer.kernel_cache import ARCHITECTURES, dsl_available
-from moe_layer.layer import implied_activation_format
 from moe_layer.quant import available_formats, get_format
 
 MIB = 1 << 20
@@ -29,18 +28,6 @@ PACKAGES = ("torch", "numpy", "safetensors", "nvidia-cutlass-dsl", "apache-tvm-f
 DSL = "nvidia-cutlass-dsl"
 ONE_SIDED_REGION = "one-sided: Sentinel's slots, control"
 INSTALL_DSL = "pip install 'moe-layer[cuda]'"
-
-# What a payload is made of: routed width, top_k, and the activation format that the release implies.
-MODELS: dict[str, tuple[int, int, str]] = {
-    "deepseek_v3": (7168, 8, "fp8"),
-    "deepseek_v4": (4096, 6, "mxfp8"),
-    "deepseek_v4_pro": (7168, 6, "mxfp8"),
-    "deepseek_v41": (5120, 6, "mxfp8"),
-    "kimi_k2": (7168, 8, "fp8"),
-    "kimi_k2_thinking": (7168, 8, "bf16"),
-    "kimi_linear": (2304, 8, "bf16"),
-    "kimi_k3": (3584, 16, "mxfp8"),
-}
 
 
 def diagnose(
@@ -53,7 +40,7 @@ def diagnose(
     """Everything that ``moe-layer doctor`` prints, as plain values.
 
     Args:
-        model: a name of :data:`MODELS` or a checkpoint, whose workspaces are sized.
+        model: a name of :data:`~moe_layer.benchmarks.shapes.SHAPES` or a checkpoint, whose workspaces are sized.
         ep_size, max_tokens_per_rank: of the group to size them for.
         activation_format: of the dispatched rows; None: what the model implies.
 
@@ -83,21 +70,16 @@ def workspace(
     transports' alone; the others need the same with any transport.
 
     Args:
-        model: a name of :data:`MODELS` or a checkpoint.
+        model: a name of :data:`~moe_layer.benchmarks.shapes.SHAPES` or a checkpoint.
         ep_size: the paper's P.
         max_tokens_per_rank: the paper's largest T̂.
         activation_format: as in :func:`diagnose`.
     """
-    if model in MODELS:
-        hidden, top_k, implied = MODELS[model]
-    elif os.path.exists(model):
-        hidden, top_k, implied = _payload_of(MoEConfig.from_pretrained(model))
-    else:
-        raise ConfigError(f"unknown model {model!r}: neither a checkpoint here nor one of {', '.join(MODELS)}")
-    name = activation_format or implied
-    fmt = get_format(name)
-    data, scale = fmt.row_bytes(hidden), fmt.scale_row_bytes(hidden, per_row_global_scale=fmt.two_level)
-    partial = hidden * (4 if name == "fp32" else 2)
+    shape = get_shape(model)
+    if activation_format is not None:
+        shape = replace(shape, activation_format=activation_format)
+    hidden, top_k, data, scale = shape.hidden_size, shape.top_k, shape.data_bytes, shape.scale_bytes
+    partial = hidden * (4 if shape.activation_format == "fp32" else 2)
     rows = {
         "dispatch: hidden states": data,
         "dispatch: scales": scale,
@@ -119,16 +101,11 @@ def workspace(
         "max_tokens_per_rank": max_tokens_per_rank,
         "hidden_size": hidden,
         "top_k": top_k,
-        "activation_format": name,
+        "activation_format": shape.activation_format,
         "row_bytes": rows,
         "region_bytes": regions,
         "total_bytes": sum(regions.values()),
     }
-
-
-def _payload_of(cfg: MoEConfig) -> tuple[int, int, str]:
-    weights = cfg.quantization.expert_format if cfg.quantization else "bf16"
-    return cfg.routed_hidden_size, cfg.num_experts_per_tok, implied_activation_format(weights)
 
 
 def _versions() -> dict[str, str | None]:

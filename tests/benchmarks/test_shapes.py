@@ -30,9 +30,34 @@ def test_bytes_of_a_token(text: str, dispatch: int, combine: int) -> None:
     assert get_shape(shape.label) == shape
 
 
-def test_shapes_agree_with_doctor() -> None:
-    assert {n: (s.hidden_size, s.top_k, s.activation_format) for n, s in SHAPES.items()} == doctor.MODELS
+# Of the releases' config.json: routed width, expert width, experts, top_k; and the activation format they imply.
+RELEASES = {
+    "deepseek_v3": (7168, 2048, 256, 8, "fp8"),
+    "deepseek_v4": (4096, 2048, 256, 6, "mxfp8"),
+    "deepseek_v4_pro": (7168, 3072, 384, 6, "mxfp8"),
+    "deepseek_v41": (5120, 2304, 384, 6, "mxfp8"),
+    "kimi_k2": (7168, 2048, 384, 8, "fp8"),
+    "kimi_k2_thinking": (7168, 2048, 384, 8, "bf16"),
+    "kimi_linear": (2304, 1024, 256, 8, "bf16"),
+    "kimi_k3": (3584, 3072, 896, 16, "mxfp8"),
+}
+
+
+def test_releases() -> None:
+    assert {
+        name: (s.hidden_size, s.intermediate_size, s.num_experts, s.top_k, s.activation_format)
+        for name, s in SHAPES.items()
+    } == RELEASES
     assert all(get_shape(text).label == text for text in ALL_TO_ALL)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_doctor_sizes_known_models(name: str) -> None:
+    sized = doctor.workspace(name, ep_size=2, max_tokens_per_rank=16)
+    hidden, _, _, top_k, implied = RELEASES[name]
+    assert (sized["model"], sized["hidden_size"], sized["top_k"], sized["activation_format"]) == (
+        name, hidden, top_k, implied,
+    )  # fmt: skip
 
 
 def test_a_checkpoint_is_a_shape(tmp_path: Path) -> None:

@@ -145,7 +145,9 @@ ALLOWED = {
 # Modules of moe_layer that import nothing of ours, so that every package may import them.
 LEAVES = (["errors"], ["kernel_cache"])
 # Facades: user-facing methods and commands that hand over to the packages above, inside a function.
-FACADES = {("moe_layer", f"{name}.py") for name in ("config", "layer", "cli", "cli_bench", "demo", "precompile")}
+FACADES = {
+    ("moe_layer", f"{name}.py") for name in ("config", "layer", "cli", "cli_bench", "demo", "doctor", "precompile")
+}
 
 
 def imported_packages(file: Path) -> set[str]:
