@@ -1,0 +1,195 @@
+"""Epilogues of the Hopper grouped GEMM: activation, requantization, and rows out in 16-byte stores.
+
+A consumer warpgroup holds FP32 sums in WGMMA's order (register (i, h, c) of lane l in warp w: row ``16w + l/4 + 8h``,
+column ``8c + 2·(l mod 4) + i``) and stores rows of consecutive features.
+
+* *wide*: rows are tokens, so a token's features lie in four lanes. The largest magnitude of 128 features takes two
+  shuffles; each warp turns its 16 tokens through 2 KiB of shared memory of its own (16 rows of 128 bytes, 16-byte
+  chunks exchanged by row mod 8: no bank conflicts) and stores whole 128-byte lines. No barrier beyond the warp, so that
+  one warpgroup's epilogue runs while the other multiplies.
+* *swapped*: rows are features, so a token's features are spread over both warpgroups. They meet in shared memory,
+  ``[tokens][features]`` with rows padded by 16 bytes, between two barriers of the 256 consumers (named barrier 1); then
+  warps take tokens in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from moe_layer.gemm import sm90_device as dev
+from moe_layer.gemm.activation import Activation
+from moe_layer.gemm.sm90_spec import CONSUMER_WARPGROUPS, SCALE_BLOCK, WARP, WARPGROUP, GroupedSpec
+
+CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
+CONSUMER_BARRIER = 1  # barrier 0 is sync_threads'
+E4M3_MAX = 448.0
+MIN_SCALE = 2.0**-126  # as the FP8 quantizer has it (quant/fp8.py)
+
+
+def activate(activation: Activation, gate: Float32, up: Float32) -> Float32:
+    """``act(gate, up)`` in FP32 (gemm/activation.py)."""
+    if activation.kind == "situ":
+        a = tanh(gate * Float32(1 / activation.beta)) * sigmoid(gate) * Float32(activation.beta)
+        return a * (tanh(up * Float32(1 / activation.linear_beta)) * Float32(activation.linear_beta))
+    if activation.limit is not None:
+        limit = Float32(activation.limit)
+        gate = dev.minimum(gate, limit)
+        up = dev.maximum(dev.minimum(up, limit), Float32(-activation.limit))
+    return gate * sigmoid(gate) * up
+
+
+def sigmoid(x: Float32) -> Float32:
+    return dev.reciprocal(Float32(1.0) + dev.exponential(-x))
+
+
+def tanh(x: Float32) -> Float32:
+    """Relative error below 1e-6: a polynomial near zero, where ``1 − 2 / (1 + e^2x)`` would cancel."""
+    far = Float32(1.0) - Float32(2.0) * dev.reciprocal(Float32(1.0) + dev.exponential(x + x))
+    y = x * x
+    near = x * (
+        Float32(1.0)
+        + y * (Float32(-1 / 3) + y * (Float32(2 / 15) + y * (Float32(-17 / 315) + y * Float32(62 / 2835))))
+    )
+    return dev.select_f32(dev.magnitude(x) < Float32(0.25), near, far)
+
+
+def fp8_scale(amax: Float32) -> Float32:
+    return dev.maximum(dev.divide(amax, Float32(E4M3_MAX)), Float32(MIN_SCALE))
+
+
+def to_fp8(value: Float32, scale: Float32) -> Float32:
+    """The quotient that is rounded to E4M3; NaN where the value is not finite."""
+    return dev.divide(dev.finite_or_nan(value), scale)
+
+
+def wide_value(spec: GroupedSpec, sums: Any, group: int, h: int, i: int) -> Float32:
+    """Feature ``8·group + 2·(l mod 4) + i`` of token ``l/4 + 8h``."""
+
+    def accumulator(c: int) -> Float32:
+        per_half = 32 // len(sums)
+        return sums[c // per_half][i + 2 * h + 4 * (c % per_half)]
+
+    if spec.parts == 1:
+        return accumulator(group)
+    assert spec.activation is not None
+    return activate(spec.activation, accumulator(2 * group), accumulator(2 * group + 1))
+
+
+@cute.jit
+def store_wide(
+    spec: cutlass.Constexpr, sums: cutlass.Constexpr, staging: Int32, tid: Int32, group: Int32,
+    row: Int32, count: Int32, column: Int32, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+):  # fmt: skip
+    """Tokens in rows: see the module's docstring."""
+    lane = tid % WARP
+    warp = tid % WARPGROUP // WARP
+    own = group * 64 + warp * 16  # the warp's first token within the tile
+    mine = staging + (group * 4 + warp) * (16 * 128)
+    groups = spec.tile_features // 8
+    line = mine + (lane // 4) * 128  # rows lane/4 and lane/4 + 8 exchange chunks alike
+    if const_expr(spec.out == "bf16"):
+        for p in range_constexpr(groups // 8):
+            for g in range_constexpr(8):
+                for h in range_constexpr(2):
+                    word = dev.f32_pair_to_bf16(wide_value(spec, sums, 8 * p + g, h, 0), wide_value(spec, sums, 8 * p + g, h, 1))
+                    dev.store_shared_u32(line + h * 1024 + ((g ^ (lane // 4)) * 16) + (lane % 4) * 4, word)
+            cute.arch.sync_warp()
+            store_lines(spec, mine, lane, own, row, count, column * (spec.tile_features * 2) + p * 128, out, out_stride)
+            cute.arch.sync_warp()
+    else:
+        for h in range_constexpr(2):
+            values = []
+            amax = Float32(0.0)
+            for g in range_constexpr(groups):
+                for i in range_constexpr(2):
+                    values.append(wide_value(spec, sums, g, h, i))
+                    amax = dev.larger_magnitude(amax, values[-1])
+            for distance in range_constexpr(2):
+                amax = dev.maximum(amax, cute.arch.shuffle_sync_bfly(amax, 1 << distance))
+            scale = fp8_scale(amax)
+            for g in range_constexpr(0, groups, 2):
+                quotients = [to_fp8(values[2 * g + j], scale) for j in range(4)]
+                word = dev.f32_quad_to_e4m3(*quotients)
+                at = line + h * 1024 + (((g // 2) ^ (lane // 4)) * 16) + (lane % 4) * 2
+                dev.store_shared_u16(at, word)
+                dev.store_shared_u16(at + 8, word >> Uint32(16))
+            token = own + h * 8 + lane // 4
+            if lane % 4 == Int32(0) and token < count:
+                dev.store_f32(out_scale + Int64(row + token) * out_scale_stride + Int64(column) * 4, scale)
+        cute.arch.sync_warp()
+        store_lines(spec, mine, lane, own, row, count, column * SCALE_BLOCK, out, out_stride)
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def store_lines(
+    spec: cutlass.Constexpr, mine: Int32, lane: Int32, own: Int32, row: Int32, count: Int32, first_byte: Int32,
+    out: Int64, out_stride: Int64,
+):  # fmt: skip
+    """A warp's 16 rows of 128 bytes from shared to global memory, cut off at the row's end and the tile's last token."""
+    chunk = lane % 8
+    row_bytes = spec.n * (2 if spec.out == "bf16" else 1)
+    for q in range_constexpr(4):
+        r = lane // 8 + 4 * q
+        vector = dev.load_shared_v4(mine + r * 128 + ((chunk ^ (r % 8)) * 16))
+        at = first_byte + chunk * 16
+        if own + r < count and at < Int32(row_bytes):
+            dev.store_v4(out + Int64(row + own + r) * out_stride + Int64(at), vector)
+
+
+@cute.jit
+def store_swapped(
+    spec: cutlass.Constexpr, sums: cutlass.Constexpr, staging: Int32, tid: Int32, group: Int32,
+    row: Int32, count: Int32, column: Int32, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+):  # fmt: skip
+    """Features in rows: see the module's docstring."""
+    lane = tid % WARP
+    warp = tid // WARP
+    cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)  # the last tile's rows are out
+    for half in range_constexpr(2):
+        block = (group * 2 + half) * 4 + warp % 4  # of 16 weight rows
+        for c in range_constexpr(spec.tokens // 8):
+            for i in range_constexpr(2):
+                to = staging + (c * 8 + (lane % 4) * 2 + i) * spec.staging_row_bytes
+                pair = [sums[half][i + 2 * h + 4 * c] for h in range(2)]
+                if const_expr(spec.parts == 2):
+                    stage_value(spec, to, block * 8 + lane // 4, activate(spec.activation, *pair))
+                else:
+                    for h in range_constexpr(2):
+                        stage_value(spec, to, block * 16 + h * 8 + lane // 4, pair[h])
+    cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
+    if const_expr(spec.out == "bf16"):
+        per_row = spec.tile_features // 8
+        for v in range(tid, count * per_row, CONSUMERS):
+            token, chunk = v // per_row, v % per_row
+            vector = dev.load_shared_v4(staging + token * spec.staging_row_bytes + chunk * 16)
+            feature = column * spec.tile_features + chunk * 8
+            if feature < Int32(spec.n):
+                dev.store_v4(out + Int64(row + token) * out_stride + Int64(feature) * 2, vector)
+    else:
+        for token in range(warp, count, CONSUMERS // WARP):
+            words = dev.load_shared_v4(staging + token * spec.staging_row_bytes + lane * 16)
+            values = [dev.bits_to_f32(w) for w in words]
+            amax = Float32(0.0)
+            for value in values:
+                amax = dev.larger_magnitude(amax, value)
+            for distance in range_constexpr(5):
+                amax = dev.maximum(amax, cute.arch.shuffle_sync_bfly(amax, 1 << distance))
+            scale = fp8_scale(amax)
+            word = dev.f32_quad_to_e4m3(*[to_fp8(value, scale) for value in values])
+            feature = column * spec.tile_features + lane * 4
+            if feature < Int32(spec.n):
+                dev.store_u32(out + Int64(row + token) * out_stride + Int64(feature), word)
+            if lane == Int32(0):
+                dev.store_f32(out_scale + Int64(row + token) * out_scale_stride + Int64(column) * 4, scale)
+
+
+def stage_value(spec: GroupedSpec, row: Int32, feature: Int32, value: Any) -> None:
+    if spec.out == "bf16":
+        dev.store_shared_u16(row + feature * 2, dev.f32_pair_to_bf16(value, value))
+    else:
+        dev.store_shared_u32(row + feature * 4, dev.f32_to_bits(value))

@@ -1,0 +1,372 @@
+"""Hopper grouped GEMM that gathers its rows: one mainloop for FC1 and FC2, BF16 and FP8, few tokens and many.
+
+``out[row] = epilogue(W[e] · x[row])`` for the rows of every local expert e (paper §3.3). A weight tile is 256 rows of an
+expert's weights; FC1's are 128 gate rows and 128 up rows, interleaved eight by eight, so that a thread holds gate and
+up of the same output in neighbouring registers and the activation costs no exchange.
+
+Two shapes of the product, from the same operands in shared memory:
+
+* *swapped* (8 … 64 tokens a tile): weights are WGMMA's M, tokens its N. A consumer warpgroup takes 128 weight rows
+  (two m64) and all tokens. Bound by the stream of weights.
+* *wide* (128 tokens): tokens are M, weights N. A warpgroup takes 64 tokens and all 256 weight rows (BF16: one n256;
+  FP8: two n128, one at a time). Bound by the tensor cores.
+
+Warps: warpgroup 0 produces, warpgroups 1 and 2 consume; 384 threads, one block a multiprocessor, persistent.
+
+    producer, a stage:  wait empty · thread 0: expect 32 KiB, TMA weight tile · all: cp.async the token rows' 128 bytes
+                        (and FP8 scales), arrive on full when they have landed
+    consumer, a stage:  wait full · proxy fence · WGMMA over 128 bytes of K · wait for the WGMMA (BF16: of the stage
+                        before) · FP8: scale and add to FP32 registers · arrive on empty
+
+Barriers (two a stage): full counts 1 (TMA's expect) + 128 (cp.async); empty counts 2, one for each consumer warpgroup.
+The producer runs ahead over tile borders, so weights stream on during epilogues.
+
+Shared memory: stages of weight tile [256][128 B] and token tile [tokens][128 B] (both in the 128-byte swizzle: 16-byte
+chunk c of row r lies at chunk c ^ (r mod 8)), FP8 scales of a stage (a float a token, two of the weights), the
+epilogue's staging, the schedule, the barriers.
+
+Ideas: NVIDIA CUTLASS's warp-specialised Hopper kernels (roles, register hand-over), DeepGEMM (FP32 promotion of FP8
+every 128 of K), quack (gather by cp.async beside TMA on one barrier).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import SmemAllocator
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from moe_layer.gemm import sm90_device as dev
+from moe_layer.gemm.sm90_epilogue import store_swapped, store_wide
+from moe_layer.gemm.sm90_schedule import fill_schedule, locate
+from moe_layer.gemm.sm90_spec import (
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPGROUPS,
+    PRODUCER_REGISTERS,
+    STAGE_ROW_BYTES,
+    THREADS,
+    WARP,
+    WARPGROUP,
+    WEIGHT_ROWS,
+    GroupedSpec,
+)
+
+
+def element_type(spec: GroupedSpec) -> Any:
+    return BFloat16 if spec.dtype == "bf16" else Float8E4M3FN
+
+
+def tile_layout(spec: GroupedSpec, rows: int, stages: int) -> Any:
+    """``(rows, k_tile, stages)`` in the 128-byte swizzle, K-major."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element_type(spec))
+    return cute.tile_to_shape(atom, (rows, spec.k_tile, stages), order=(0, 1, 2))
+
+
+def weight_tensor(spec: GroupedSpec, weights: Int64) -> Any:
+    """The weights as TMA sees them, ``(tile rows, K, experts)``: FC1's gate and up in alternating groups of 8 rows."""
+    pointer = cute.make_ptr(element_type(spec), weights, cute.AddressSpace.gmem, assumed_align=16)
+    n, k = spec.n, spec.k
+    if spec.parts == 1:
+        layout = cute.make_layout((n, k, spec.experts), stride=(k, 1, n * k))
+    else:
+        layout = cute.make_layout(((8, 2, n // 8), k, spec.experts), stride=((k, n * k, 8 * k), 1, 2 * n * k))
+    return cute.make_tensor(pointer, layout)
+
+
+@cute.jit
+def produce(
+    spec: cutlass.Constexpr, tma: cute.CopyAtom, weights_to: cute.Tensor, weights_from: cute.Tensor,
+    tokens_to: Int32, scales_to: Int32, full: cute.Pointer, empty: cute.Pointer,
+    rows: cute.Tensor, tiles: cute.Tensor, slots: Int64, x: Int64, x_stride: Int64,
+    x_scale: Int64, x_scale_stride: Int64, weight_scale: Int64,
+):  # fmt: skip
+    """The producer warpgroup's work."""
+    tid = cute.arch.thread_idx()[0]
+    block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    warp = cute.arch.make_warp_uniform(tid // WARP)
+    total = tiles[spec.experts] * spec.column_tiles
+    # Thread t copies chunk t mod 8 of rows t div 8, t div 8 + 16, …; eight threads read 128 contiguous bytes.
+    chunk, first = tid % 8, tid // 8
+    copies = -(-spec.tokens // 16)
+    target = tokens_to + first * STAGE_ROW_BYTES + ((chunk ^ (first % 8)) * 16)
+    stage, phase = Int32(0), Int32(1)
+    for tile in range(block, total, grid):
+        expert, row, count, column = locate(spec, tile, rows, tiles)
+        sources = []
+        for i in range_constexpr(copies):
+            token = first + 16 * i
+            sources.append(row_source(spec, slots, x, x_stride, row, count, token) + Int64(chunk) * 16)
+        scale_source = Int64(0)
+        weight_scales = Int64(0)
+        if const_expr(spec.scaled):
+            if tid < Int32(spec.tokens):
+                scale_source = row_source(spec, slots, x_scale, x_scale_stride, row, count, tid)
+            weight_scales = weight_scale + scale_offset(spec, expert, column, tid % 2)
+        for step in range(spec.k_steps):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            if warp == Int32(0):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, spec.weight_stage_bytes)
+                cute.copy(
+                    tma,
+                    weights_from[(None, (column, step, expert))],
+                    weights_to[(None, stage)],
+                    tma_bar_ptr=full + stage,
+                )
+            size = Int32(16)
+            if const_expr(spec.k % spec.k_tile != 0):
+                # Past the row's end lie zeros, whatever the memory there holds.
+                if step * STAGE_ROW_BYTES + chunk * 16 >= Int32(spec.k * spec.element_bytes):
+                    size = Int32(0)
+            for i in range_constexpr(copies):
+                if const_expr(spec.tokens >= 16) or first < Int32(spec.tokens):
+                    dev.copy_16(
+                        target + stage * spec.token_stage_bytes + i * (16 * STAGE_ROW_BYTES),
+                        sources[i] + Int64(step) * STAGE_ROW_BYTES,
+                        size,
+                    )
+            if const_expr(spec.scaled):
+                to = scales_to + stage * (4 * spec.scale_stage_floats)
+                if tid < Int32(spec.tokens):
+                    dev.copy_4(to + tid * 4, scale_source + Int64(step) * 4)
+                if tid < Int32(2):
+                    dev.copy_4(to + spec.tokens * 4 + tid * 4, weight_scales + Int64(step) * 4)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+            stage += 1
+            if stage == Int32(spec.stages):
+                stage = Int32(0)
+                phase = phase ^ 1
+    # Nothing may land in the shared memory of a block that has ended.
+    cute.arch.cp_async_wait_group(0)
+
+
+@cute.jit
+def row_source(
+    spec: cutlass.Constexpr, slots: Int64, base: Int64, stride: Int64, row: Int32, count: Int32, token: Int32
+) -> Int64:
+    """Address of a token's row; tokens past the tile's end read its last row again (their results are not stored)."""
+    at = token if token < count else count - 1
+    index = row + at
+    if const_expr(spec.gather):
+        index = dev.load_i32(slots + Int64(index) * 4)
+    return base + Int64(index) * stride
+
+
+def scale_offset(spec: GroupedSpec, expert: Int32, column: Int32, which: Int32) -> Int64:
+    """Bytes to the first of the tile's two rows of weight scales: gate and up, or the tile's two blocks of 128 rows."""
+    per_expert = spec.parts * spec.scale_rows * spec.scale_columns
+    if spec.parts == 2:
+        row = which * spec.scale_rows + column
+    else:
+        last = Int32(spec.scale_rows - 1)
+        row = column * 2 + which
+        row = dev.smaller(row, last)
+    return (Int64(expert) * per_expert + Int64(row) * spec.scale_columns) * 4
+
+
+@cute.jit
+def consume(
+    spec: cutlass.Constexpr, weight_tile: cute.Tensor, token_tile: cute.Tensor, scales: Int32, staging: Int32,
+    full: cute.Pointer, empty: cute.Pointer, rows: cute.Tensor, tiles: cute.Tensor,
+    out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+):  # fmt: skip
+    """A consumer warpgroup's work."""
+    tid = cute.arch.thread_idx()[0] - WARPGROUP
+    block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    group = cute.arch.make_warp_uniform(tid // WARPGROUP)
+    total = tiles[spec.experts] * spec.column_tiles
+    kind = element_type(spec)
+    columns = spec.tokens if spec.swap else (WEIGHT_ROWS if not spec.scaled else WEIGHT_ROWS // 2)
+    first_mma = make_mma(kind, columns)
+    next_mma = make_mma(kind, columns)
+    first_mma.set(warpgroup.Field.ACCUMULATE, False)
+    next_mma.set(warpgroup.Field.ACCUMULATE, True)
+    thread = next_mma.get_slice(0)
+    a_tile, b_tile = (weight_tile, token_tile) if const_expr(spec.swap) else (token_tile, weight_tile)
+    a = next_mma.make_fragment_A(thread.partition_A(a_tile))
+    b = next_mma.make_fragment_B(thread.partition_B(b_tile))
+    # Products of the tile: swapped, two blocks of 64 weight rows; wide, the halves of the weight rows (BF16: all).
+    halves = 2 if spec.swap or spec.scaled else 1
+    shape = next_mma.partition_shape_C((64, columns))
+    sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(halves)]
+    stage, phase = Int32(0), Int32(0)
+    for tile in range(block, total, grid):
+        expert, row, count, column = locate(spec, tile, rows, tiles)
+        for half in range_constexpr(halves):
+            sums[half].fill(0.0)
+        previous = stage
+        for step in range(spec.k_steps):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            dev.fence_async_shared()
+            if const_expr(spec.scaled):
+                for half in range_constexpr(halves):
+                    part = cute.make_rmem_tensor(shape, Float32)
+                    warpgroup.fence()
+                    for k in range_constexpr(4):
+                        multiply(spec, first_mma if k == 0 else next_mma, part, a, b, group, half, k, stage)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                    promote(spec, sums[half], part, scales + stage * (4 * spec.scale_stage_floats), tid, group, half)
+                release(empty + stage, tid)
+            else:
+                warpgroup.fence()
+                for k in range_constexpr(4):
+                    for half in range_constexpr(halves):
+                        multiply(spec, next_mma, sums[half], a, b, group, half, k, stage)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if step > 0:
+                    release(empty + previous, tid)
+                previous = stage
+            stage += 1
+            if stage == Int32(spec.stages):
+                stage = Int32(0)
+                phase = phase ^ 1
+        if const_expr(not spec.scaled):
+            warpgroup.wait_group(0)
+            release(empty + previous, tid)
+        if const_expr(spec.swap):
+            store_swapped(
+                spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
+            )
+        else:
+            store_wide(
+                spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
+            )
+
+
+def make_mma(kind: Any, columns: int) -> Any:
+    """One warpgroup, m64, both operands K-major in shared memory."""
+    return make_trivial_tiled_mma(
+        kind, kind, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, columns)
+    )
+
+
+def multiply(
+    spec: GroupedSpec, mma: Any, sums: Any, a: Any, b: Any, group: Int32, half: int, k: int, stage: Int32
+) -> None:
+    """One WGMMA of the warpgroup: 32 bytes of K."""
+    if spec.swap:
+        m, n = group * 2 + half, 0
+    else:
+        m, n = group, half
+    rows = cute.append_ones(a[(None, m, k, stage)], 2)
+    columns = cute.append_ones(b[(None, n, k, stage)], 2)
+    cute.gemm(mma, sums, rows, columns, sums)
+
+
+def promote(spec: GroupedSpec, sums: Any, part: Any, scales: Int32, tid: Int32, group: Int32, half: int) -> None:
+    """FP8: a product over 128 of K, times its token's and its weights' scale, into the FP32 sums.
+
+    Register (i, h, c) of a fragment holds row ``16·warp + lane/4 + 8h`` and column ``8c + 2·(lane mod 4) + i``.
+    """
+    lane = tid % WARP
+    weight = dev.load_shared_f32x2(scales + spec.tokens * 4)
+    if spec.swap:
+        # Rows are weights: FC1 has gate in h = 0 and up in h = 1, FC2 a block of 128 rows a warpgroup.
+        by_half = weight if spec.parts == 2 else [dev.select_f32(group == Int32(0), *weight)] * 2
+        for c in range(spec.tokens // 8):
+            token = dev.load_shared_f32x2(scales + (c * 8 + (lane % 4) * 2) * 4)
+            for h in range(2):
+                for i in range(2):
+                    at = i + 2 * h + 4 * c
+                    sums[at] = sums[at] + part[at] * (token[i] * by_half[h])
+    else:
+        row = group * 64 + (tid % WARPGROUP // WARP) * 16 + lane // 4
+        token = [dev.load_shared_f32(scales + row * 4), dev.load_shared_f32(scales + row * 4 + 32)]
+        if spec.parts == 2:
+            factors = [[token[h] * w for w in weight] for h in range(2)]  # even columns of 8 are gate, odd are up
+        else:
+            factors = [[token[h] * weight[half]] * 2 for h in range(2)]
+        for c in range(WEIGHT_ROWS // 16):
+            for h in range(2):
+                for i in range(2):
+                    at = i + 2 * h + 4 * c
+                    sums[at] = sums[at] + part[at] * factors[h][c % 2]
+
+
+@cute.jit
+def release(barrier: cute.Pointer, tid: Int32):
+    """This warpgroup has read the stage: all of its WGMMAs are complete in every one of its threads."""
+    if tid % WARPGROUP == Int32(0):
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.kernel
+def grouped_gemm_kernel(
+    spec: cutlass.Constexpr, tma: cute.CopyAtom, tma_weights: cute.Tensor,
+    offsets: Int64, slots: Int64, x: Int64, x_stride: Int64, x_scale: Int64, x_scale_stride: Int64,
+    weight_scale: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+):  # fmt: skip
+    tid = cute.arch.thread_idx()[0]
+    warp = cute.arch.make_warp_uniform(tid // WARP)
+    smem = SmemAllocator()
+    kind = element_type(spec)
+    weight_layout = tile_layout(spec, WEIGHT_ROWS, spec.stages)
+    token_layout = tile_layout(spec, spec.tokens, spec.stages)
+    weight_tile = smem.allocate_tensor(kind, weight_layout.outer, 1024, weight_layout.inner)
+    token_tile = smem.allocate_tensor(kind, token_layout.outer, 1024, token_layout.inner)
+    staging = smem.allocate(spec.staging_bytes, 128)
+    scales = smem.allocate(4 * spec.stages * spec.scale_stage_floats, 16) if spec.scaled else staging
+    rows = cute.make_tensor(smem.allocate_array(Int32, spec.experts + 1), cute.make_layout(spec.experts + 1))
+    tiles = cute.make_tensor(smem.allocate_array(Int32, spec.experts + 1), cute.make_layout(spec.experts + 1))
+    full = smem.allocate_array(Int64, spec.stages)
+    empty = smem.allocate_array(Int64, spec.stages)
+
+    if warp == Int32(1):
+        cpasync.prefetch_descriptor(tma)
+    if tid == Int32(0):
+        for i in range_constexpr(spec.stages):
+            cute.arch.mbarrier_init(full + i, 1 + WARPGROUP)
+            cute.arch.mbarrier_init(empty + i, CONSUMER_WARPGROUPS)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    if warp == Int32(0):
+        fill_schedule(spec, offsets, rows, tiles, tid % WARP)
+    cute.arch.sync_threads()
+
+    if warp < Int32(WARPGROUP // WARP):
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        tiled = cute.zipped_divide(tma_weights, (WEIGHT_ROWS, spec.k_tile))
+        to, source = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(weight_tile, 0, 2), cute.group_modes(tiled, 0, 1)
+        )
+        produce(
+            spec, tma, to, source, dev.shared_address(token_tile.iterator), dev.shared_address(scales),
+            full, empty, rows, tiles, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
+        )  # fmt: skip
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        consume(
+            spec, weight_tile, token_tile, dev.shared_address(scales), dev.shared_address(staging),
+            full, empty, rows, tiles, out, out_stride, out_scale, out_scale_stride,
+        )  # fmt: skip
+
+
+SIGNATURE = "llllllllllllli"
+
+
+@cute.jit
+def grouped_gemm(
+    spec: cutlass.Constexpr, anchor: cute.Tensor,
+    weights: Int64, offsets: Int64, slots: Int64, x: Int64, x_stride: Int64, x_scale: Int64, x_scale_stride: Int64,
+    weight_scale: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64, spare: Int64,
+    grid: Int32, stream: cuda.CUstream,
+):  # fmt: skip
+    """Launch :func:`grouped_gemm_kernel`; strides in bytes."""
+    tma, tma_weights = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(),
+        weight_tensor(spec, weights),
+        cute.select(tile_layout(spec, WEIGHT_ROWS, 1), mode=[0, 1]),
+        (WEIGHT_ROWS, spec.k_tile),
+    )
+    grouped_gemm_kernel(
+        spec, tma, tma_weights, offsets, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
+        out, out_stride, out_scale, out_scale_stride,
+    ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip

@@ -1,0 +1,118 @@
+"""What a Hopper grouped GEMM is specialised for: shapes, formats, tiles. Pure arithmetic, no DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_layer.gemm.activation import Activation
+
+WARP, WARPGROUP = 32, 128
+CONSUMER_WARPGROUPS = 2
+THREADS = WARPGROUP * (1 + CONSUMER_WARPGROUPS)
+WEIGHT_ROWS = 256  # rows of the weight tile: what two warpgroups hold in registers beside 128 tokens
+STAGE_ROW_BYTES = 128  # of K a stage: the widest swizzle, so that WGMMA reads shared memory without conflicts
+SCALE_BLOCK = 128  # FP8: K values a token scale covers, and rows and columns a weight scale covers
+SWAP_TOKENS = (8, 16, 32, 64)  # token tiles with tokens as WGMMA's N
+WIDE_TOKENS = 128  # token tile with tokens as WGMMA's M
+SHARED_MEMORY = 232448  # bytes a block of sm_90 may use
+# Registers a thread: the register file holds 512 for a thread of each of the three warpgroups.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+
+
+@dataclass(frozen=True)
+class GroupedSpec:
+    """One grouped GEMM: ``out[row] = epilogue(W[expert(row)] · x[row])``.
+
+    Attributes:
+        experts: local experts.
+        parts: 2 for FC1 (gate and up, joined by ``activation``), 1 for FC2.
+        n: output features of a part; k: their length. ``k`` values fill whole 16-byte vectors.
+        dtype: ``"bf16"`` or ``"fp8"`` (E4M3 with 1×128 token scales and 128×128 weight scales) of both operands.
+        out: ``"bf16"``, or ``"fp8"`` with a scale for every 128 features of a row.
+        tokens: rows of the token tile; up to 64 with tokens as WGMMA's N (weights as M), 128 with tokens as M.
+        gather: rows of ``x`` are read through the slot list (FC1), else in order.
+        activation: of FC1.
+        group: token tiles that share a sweep over the weights, so that both stay in L2.
+    """
+
+    experts: int
+    parts: int
+    n: int
+    k: int
+    dtype: str
+    out: str
+    tokens: int
+    gather: bool
+    activation: Activation | None = None
+    group: int = 16
+
+    @property
+    def swap(self) -> bool:
+        """Whether weights are WGMMA's M operand."""
+        return self.tokens != WIDE_TOKENS
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.dtype == "bf16" else 1
+
+    @property
+    def scaled(self) -> bool:
+        return self.dtype == "fp8"
+
+    @property
+    def k_tile(self) -> int:
+        return STAGE_ROW_BYTES // self.element_bytes
+
+    @property
+    def k_steps(self) -> int:
+        return -(-self.k // self.k_tile)
+
+    @property
+    def tile_features(self) -> int:
+        """Output features of a weight tile."""
+        return WEIGHT_ROWS // self.parts
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.n // self.tile_features)
+
+    @property
+    def scale_columns(self) -> int:
+        """Weight scales along K."""
+        return -(-self.k // SCALE_BLOCK)
+
+    @property
+    def scale_rows(self) -> int:
+        """Weight scales along a part's rows."""
+        return -(-self.n // SCALE_BLOCK)
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        return WEIGHT_ROWS * STAGE_ROW_BYTES
+
+    @property
+    def token_stage_bytes(self) -> int:
+        return self.tokens * STAGE_ROW_BYTES
+
+    @property
+    def scale_stage_floats(self) -> int:
+        """Of a stage: a scale for each token, then two weight scales (padded to 16 bytes)."""
+        return self.tokens + 4 if self.scaled else 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """The epilogue's share of shared memory; see sm90_epilogue."""
+        if self.swap:
+            return self.tokens * self.staging_row_bytes
+        return 8 * 16 * 128
+
+    @property
+    def staging_row_bytes(self) -> int:
+        """A token's row in the swapped epilogue; 16 bytes more than its features, against bank conflicts."""
+        return self.tile_features * (4 if self.out == "fp8" else 2) + 16
+
+    @property
+    def stages(self) -> int:
+        fixed = self.staging_bytes + 8 * (self.experts + 1) + 1024 + 512
+        stage = self.weight_stage_bytes + self.token_stage_bytes + 4 * self.scale_stage_floats + 16
+        return min(8, (SHARED_MEMORY - fixed) // stage)
