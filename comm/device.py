@@ -5,8 +5,10 @@ raw 64-bit address; a payload moves in 16-byte vectors, each of whose four 32-bi
 
 A poll spins on one address. Every ``POLLS_PER_CHECK`` rounds it takes the slow path: it gives up where this rank has
 recorded an error, where its deadline has passed, or where the peer announced other parameters for the same step, and
-records the first such cause in the rank's error record. A poll that gave up returns what it last saw; the kernel runs
-on to its end without waiting again, and Python raises from the record (:mod:`moe_layer.comm.status`).
+records the first such cause in the rank's error record. In a dispatch it also looks at the peer's last combine flag
+(``combined`` bytes from the announcement), since a Sentinel combine that needs nothing from a peer compares nothing.
+A poll that gave up returns what it last saw; the kernel runs on to its end without waiting again, and Python raises
+from the record (:mod:`moe_layer.comm.status`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 from cutlass.cute.arch import inline_ptx
 
-from moe_layer.comm.layout import STATE_ERROR, STATE_RECORD, STATE_TIMEOUT
-from moe_layer.comm.status import ErrorCode
+from moe_layer.comm.layout import STATE_COMBINED, STATE_ERROR, STATE_RECORD, STATE_TIMEOUT
+from moe_layer.comm.status import ErrorCode, Phase
 
 SENTINEL = 0xFFFFFFFF
 # Between slow-path checks a poll spins about 256 × 0.7 µs at most: time-outs are precise to a millisecond.
@@ -210,8 +212,9 @@ def record_error(state: Int64, code: Uint32, phase: Uint32, peer: Uint32, step: 
 
 @cute.jit
 def check_wait(
-    state: Int64, announce: Int64, phase: Uint32, peer: Uint32, step: Uint32, own: Uint32, start: Uint64
-) -> tuple[Uint32, Uint64]:
+    state: Int64, announce: Int64, phase: Uint32, peer: Uint32, step: Uint32, own: Uint32, start: Uint64,
+    combined: cutlass.Constexpr,
+) -> tuple[Uint32, Uint64]:  # fmt: skip
     """The slow path of every wait: returns (give up?, start of the wait)."""
     now = Uint64(cute.arch.globaltimer())
     if start == Uint64(0):
@@ -225,13 +228,27 @@ def check_wait(
         elif now - start > load_u64(state + STATE_TIMEOUT):
             record_error(state, Uint32(ErrorCode.TIMEOUT), phase, peer, step, high(word))
             stop = Uint32(1)
+    if const_expr(combined != 0):
+        if stop == Uint32(0):
+            stop = check_combined(state, load_u64_sys(announce + combined), peer, step - Uint32(1))
     return stop, start
 
 
 @cute.jit
+def check_combined(state: Int64, flag: Uint64, peer: Uint32, step: Uint32) -> Uint32:
+    """1 where a peer's combine flag of ``step``, this rank's last, tells of other rows than this rank combined then."""
+    stop = Uint32(0)
+    if high(flag) == step and low(flag) != load_u32(state + STATE_COMBINED):
+        record_error(state, Uint32(ErrorCode.MISMATCH), Uint32(Phase.SENTINEL_COMBINE), peer, step, low(flag))
+        stop = Uint32(1)
+    return stop
+
+
+@cute.jit
 def wait_flag(
-    flag: Int64, announce: Int64, state: Int64, phase: Uint32, peer: Uint32, awaited: Uint32, step: Uint32, own: Uint32
-) -> Uint64:
+    flag: Int64, announce: Int64, state: Int64, phase: Uint32, peer: Uint32, awaited: Uint32, step: Uint32, own: Uint32,
+    combined: cutlass.Constexpr = 0,
+) -> Uint64:  # fmt: skip
     """Spin until the flag's step is ``awaited`` or later, with acquire; returns the flag word."""
     word = load_u64_acquire(flag)
     n = Int32(0)
@@ -241,14 +258,15 @@ def wait_flag(
         word = load_u64_acquire(flag)
         n += 1
         if n % POLLS_PER_CHECK == 0:
-            stop, start = check_wait(state, announce, phase, peer, step, own, start)
+            stop, start = check_wait(state, announce, phase, peer, step, own, start, combined)
     return word
 
 
 @cute.jit
 def poll_word(
-    word: Uint32, addr: Int64, announce: Int64, state: Int64, phase: Uint32, peer: Uint32, step: Uint32, own: Uint32
-) -> Uint32:
+    word: Uint32, addr: Int64, announce: Int64, state: Int64, phase: Uint32, peer: Uint32, step: Uint32, own: Uint32,
+    combined: cutlass.Constexpr = 0,
+) -> Uint32:  # fmt: skip
     """Spin until the word at ``addr`` is not the sentinel; ``word`` is a first look already taken."""
     n = Int32(0)
     stop = Uint32(0)
@@ -257,7 +275,7 @@ def poll_word(
         word = load_u32_sys(addr)
         n += 1
         if n % POLLS_PER_CHECK == 0:
-            stop, start = check_wait(state, announce, phase, peer, step, own, start)
+            stop, start = check_wait(state, announce, phase, peer, step, own, start, combined)
     return word
 
 
@@ -265,6 +283,7 @@ def poll_word(
 def poll_vector(
     v0: Uint32, v1: Uint32, v2: Uint32, v3: Uint32,
     addr: Int64, announce: Int64, state: Int64, phase: Uint32, peer: Uint32, step: Uint32, own: Uint32,
+    combined: cutlass.Constexpr = 0,
 ) -> tuple[Uint32, Uint32, Uint32, Uint32]:  # fmt: skip
     """Spin until no word of the vector at ``addr`` is the sentinel; ``v0…v3`` are a first look already taken."""
     n = Int32(0)
@@ -274,7 +293,7 @@ def poll_vector(
         v0, v1, v2, v3 = load_vector_sys(addr)
         n += 1
         if n % POLLS_PER_CHECK == 0:
-            stop, start = check_wait(state, announce, phase, peer, step, own, start)
+            stop, start = check_wait(state, announce, phase, peer, step, own, start, combined)
     return v0, v1, v2, v3
 
 

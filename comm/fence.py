@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, range_constexpr
 
 from moe_layer.comm import device as dev
-from moe_layer.comm.layout import STATE_DONE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
+from moe_layer.comm.layout import STATE_COMBINED, STATE_DONE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
 from moe_layer.comm.routing import (
     PeerBases,
     announce,
@@ -141,7 +141,7 @@ def fence_dispatch_kernel(
             if alive:
                 word = dev.wait_flag(
                     ws + sync.dispatch_flags + Int64(r) * 8, ws + sync.announcements + Int64(r) * 8, ws,
-                    Uint32(Phase.FENCE_DISPATCH), Uint32(r), step, step, own_hash,
+                    Uint32(Phase.FENCE_DISPATCH), Uint32(r), step, step, own_hash, sync.combined,
                 )  # fmt: skip
                 # A peer that disagrees, or never came, leaves no slot valid.
                 told = dev.load_u64_sys(ws + sync.announcements + Int64(r) * 8)
@@ -214,6 +214,7 @@ def fence_combine_kernel(
                 dev.store_u32(ws + sync.counters + Int64(r) * 4, Uint32(0))
             if lane == Int32(0):
                 dev.store_u32(ws + STATE_DONE, Uint32(0))
+                dev.store_u32(ws + STATE_COMBINED, own_code)
                 dev.store_u32(ws + STATE_STEP_DISPATCH, step)
         arrived = Int32(1)
         for r in range(lane, p, WARP):

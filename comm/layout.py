@@ -3,7 +3,7 @@
 Every rank allocates the same bytes with the same layout, so an offset is valid on every peer. Words that peers write
 and words that only the owner touches lie in one allocation, apart by region:
 
-    control    state: step counters, error word, blocks finished, time-out, error record        owner
+    control    state: step counters, error word, blocks finished, time-out, error record, code   owner
                counters: Fence's slots taken on each target rank                                owner
                sync, an entry a peer: dispatch flag, combine flag, announcement, parameters     peers write, owner polls
     slots      per token and rank: the slot that dispatch took there, −1 for none               owner
@@ -28,6 +28,7 @@ from moe_layer.comm.base import MAX_TOP_K, ROW_ALIGNMENT
 
 STATE_BYTES = 128
 STATE_STEP_DISPATCH, STATE_STEP_COMBINE, STATE_ERROR, STATE_DONE, STATE_TIMEOUT, STATE_RECORD = 0, 4, 8, 12, 16, 24
+STATE_COMBINED = 32  # the code (element bytes, row bytes) of this rank's last combine
 MAX_PARTS = 4  # blocks that share a Sentinel slot
 META_WORDS = 8 + 2 * MAX_TOP_K  # a header a part, weight escapes (low and high 16 bits), 2 unused, ids, weights
 META_STRIDE = META_WORDS * 4
@@ -91,6 +92,11 @@ class SyncOffsets:
     @property
     def announcements(self) -> int:
         return self.combine_flags + 8 * self.ep_size
+
+    @property
+    def combined(self) -> int:
+        """Bytes from a peer's announcement to its combine flag."""
+        return self.combine_flags - self.announcements
 
     @property
     def parameters(self) -> int:

@@ -19,7 +19,7 @@ Nothing is added to the wire, and nothing is waited for, unless such a word occu
 Combine. Block of slot i: pushes the partial results of slot i to the sources that sent a token there, then polls the
 partial results of its own token i, resets them and adds in ascending rank order in FP32. BF16 and FP32 partial results
 need no escape: the sentinel is a NaN, which the producer replaces by another NaN. Block 0's routing warp also posts the
-combine flag that a later Fence step waits for.
+combine flag that a later Fence step waits for, and compares the peers' flags of the step before with its own.
 
 Shared memory: 1 word. Invariants: docs/protocols.md.
 """
@@ -34,7 +34,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.comm import device as dev
-from moe_layer.comm.layout import MAX_PARTS, META_STRIDE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
+from moe_layer.comm.layout import (
+    MAX_PARTS,
+    META_STRIDE,
+    STATE_COMBINED,
+    STATE_STEP_COMBINE,
+    STATE_STEP_DISPATCH,
+    SyncOffsets,
+)
 from moe_layer.comm.routing import (
     PeerBases,
     announce,
@@ -200,7 +207,7 @@ def sentinel_dispatch_kernel(
                     header = headers[r - first]
                     if alive:
                         at = ws + bank + slot * META_STRIDE + Int64(part) * 4
-                        header = dev.poll_word(header, at, told, ws, phase, Uint32(r), step, own_hash)
+                        header = dev.poll_word(header, at, told, ws, phase, Uint32(r), step, own_hash, sync.combined)
                         if header == s:
                             header = Uint32(0)
                         elif (header ^ own_hash) & Uint32(HASH) != Uint32(0):
@@ -226,7 +233,9 @@ def sentinel_dispatch_kernel(
                             if v < Int32(spec.vectors):
                                 at = ws + landing + slot * landing_stride + Int64(v) * 16
                                 look = looks[(r - first) * spec.chunks + c]
-                                a, b, d, e = dev.poll_vector(*look, at, told, ws, phase, Uint32(r), step, own_hash)
+                                a, b, d, e = dev.poll_vector(
+                                    *look, at, told, ws, phase, Uint32(r), step, own_hash, sync.combined
+                                )
                                 if header & Uint32(ESCAPED) != Uint32(0):
                                     word = ws + escape + (slot * landing_stride + Int64(v) * 16) // 4
                                     mask = dev.poll_word(
@@ -343,6 +352,13 @@ def sentinel_combine_kernel(
                 for r in range(lane, p, WARP):
                     peer = dev.load_i64(peers + Int64(r) * 8)
                     dev.store_u64_sys(peer + sync.combine_flags + Int64(rank) * 8, dev.flag_word(step, own_code))
+                # A rank that its peer sent nothing waits for nothing: what it missed in the step before, it sees here.
+                for r in range(lane, p, WARP):
+                    flag = dev.load_u64_sys(ws + sync.combine_flags + Int64(r) * 8)
+                    dev.check_combined(ws, flag, Uint32(r), step - Uint32(1))
+                cute.arch.sync_warp()
+            if lane == Int32(0):
+                dev.store_u32(ws + STATE_COMBINED, own_code)
     else:
         for i in range(block // spec.parts, t_hat, grid // spec.parts):
             arrived = []

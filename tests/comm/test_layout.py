@@ -17,6 +17,7 @@ from moe_layer.comm.layout import (
     MAX_PARTS,
     META_STRIDE,
     STATE_BYTES,
+    STATE_COMBINED,
     STATE_DONE,
     STATE_ERROR,
     STATE_RECORD,
@@ -83,6 +84,7 @@ def test_control_words(ep_size: int) -> None:
         "blocks finished": (STATE_DONE, 4),
         "time-out": (STATE_TIMEOUT, 8),
         "record": (STATE_RECORD, 8),
+        "code of the last combine": (STATE_COMBINED, 4),
     }
     spans = [(name, at, size) for name, (at, size) in state.items()]
     check_apart(spans, 0, STATE_BYTES)
@@ -95,6 +97,9 @@ def test_control_words(ep_size: int) -> None:
         assert base % min(size, 16) == 0  # a store of this width, two vectors for the parameters
         spans += [(f"{name}[{r}]", base + size * r, size) for r in range(ep_size)]
     check_apart(spans, 0, sync.end)
+    # The slow path of a wait knows the announcement's address alone.
+    for r in range(ep_size):
+        assert sync.announcements + 8 * r + sync.combined == sync.combine_flags + 8 * r
     # Words that peers write share no 128-byte line with those of this rank alone.
     assert sync.dispatch_flags // 128 > (sync.counters + 4 * ep_size - 1) // 128
 

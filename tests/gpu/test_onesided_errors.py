@@ -200,6 +200,35 @@ def test_combine_mismatch(kernel_pool: KernelPool, kind: str, wide_on: int, prot
         assert "combine" in text or "hidden" in text, text
 
 
+def test_combine_mismatch_that_nobody_waited_for(kernel_pool: KernelPool) -> None:
+    """Sentinel ranks that sent each other nothing compare their combines in the next step."""
+    layers = {"usual": BASE, "odd": replace(BASE, partial_dtype="float32")}
+    group = Group(2, "sentinel", layers, pool=kernel_pool, timeout_s=LONG_TIMEOUT_S)
+    for name in layers:
+        group.step(name, full(group, 8), 1)
+    names, nothing = ["usual", "odd"], [Batch((0, 0), 8)] * 2
+    dispatch_all(group, names, nothing)
+    group.check()
+    combine_all(group, names)
+    group.check()
+    bad_step = step_number(group)
+    start = time.monotonic()
+    dispatch_all(group, names, nothing)
+    texts: dict[int, str] = {}
+    collect(group, texts)  # of a rank that had to wait long enough to look
+    if not texts:
+        combine_all(group, names)
+        collect(group, texts)
+    assert texts
+    assert time.monotonic() - start < 1.0
+    for rank, text in texts.items():
+        size = 2 if rank == 1 else 4
+        assert text == (
+            f"rank {rank}, step {bad_step}, combine (sentinel): rank {1 - rank} combines rows of {64 * size} bytes of "
+            f"{size}-byte elements, unlike rank {rank}"
+        )
+
+
 def collect(group: Group, texts: dict[int, str]) -> None:
     """Wait, and keep what each rank reported."""
     for rank, channel in enumerate(group.channels):
