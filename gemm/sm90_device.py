@@ -129,11 +129,6 @@ def shared_address(pointer: Any) -> Int32:
     return Int32(pointer.toint())
 
 
-def fence_async_shared() -> None:
-    """Order this thread's view of shared memory before reads by the tensor cores (the async proxy)."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-
-
 def bits_to_f32(word: Uint32) -> Float32:
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 

@@ -61,9 +61,13 @@ def fp8_scale(amax: Float32) -> Float32:
     return dev.maximum(dev.divide(amax, Float32(E4M3_MAX)), Float32(MIN_SCALE))
 
 
-def to_fp8(value: Float32, scale: Float32) -> Float32:
-    """The quotient that is rounded to E4M3; NaN where the value is not finite."""
-    return dev.divide(dev.finite_or_nan(value), scale)
+def to_fp8(value: Float32, inverse: Float32) -> Float32:
+    """What is rounded to E4M3; NaN where the value is not finite.
+
+    By the scale's reciprocal, not by division, which costs ten times as much: a value within an FP32 rounding of the
+    middle between two E4M3 neighbours may go to the other one.
+    """
+    return dev.finite_or_nan(value) * inverse
 
 
 def wide_value(spec: GroupedSpec, sums: Any, group: int, h: int, i: int) -> Float32:
@@ -111,8 +115,9 @@ def store_wide(
             for distance in range_constexpr(2):
                 amax = dev.maximum(amax, cute.arch.shuffle_sync_bfly(amax, 1 << distance))
             scale = fp8_scale(amax)
+            inverse = dev.divide(Float32(1.0), scale)
             for g in range_constexpr(0, groups, 2):
-                quotients = [to_fp8(values[2 * g + j], scale) for j in range(4)]
+                quotients = [to_fp8(values[2 * g + j], inverse) for j in range(4)]
                 word = dev.f32_quad_to_e4m3(*quotients)
                 at = line + h * 1024 + (((g // 2) ^ (lane // 4)) * 16) + (lane % 4) * 2
                 dev.store_shared_u16(at, word)
@@ -180,7 +185,8 @@ def store_swapped(
             for distance in range_constexpr(5):
                 amax = dev.maximum(amax, cute.arch.shuffle_sync_bfly(amax, 1 << distance))
             scale = fp8_scale(amax)
-            word = dev.f32_quad_to_e4m3(*[to_fp8(value, scale) for value in values])
+            inverse = dev.divide(Float32(1.0), scale)
+            word = dev.f32_quad_to_e4m3(*[to_fp8(value, inverse) for value in values])
             feature = column * spec.tile_features + lane * 4
             if feature < Int32(spec.n):
                 dev.store_u32(out + Int64(row + token) * out_stride + Int64(feature), word)

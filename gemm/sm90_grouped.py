@@ -36,14 +36,14 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.sm90_epilogue import store_swapped, store_wide
-from moe_layer.gemm.sm90_schedule import fill_schedule, locate
+from moe_layer.gemm.sm90_schedule import block_in_cluster, fill_schedule, locate
 from moe_layer.gemm.sm90_spec import (
     CONSUMER_REGISTERS,
     CONSUMER_WARPGROUPS,
@@ -87,12 +87,13 @@ def produce(
 ):  # fmt: skip
     """The producer warpgroup's work."""
     tid = cute.arch.thread_idx()[0]
-    block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    block, grid = cute.arch.block_idx()[0] // spec.cluster, cute.arch.grid_dim()[0] // spec.cluster
     warp = cute.arch.make_warp_uniform(tid // WARP)
     total = tiles[spec.experts] * spec.column_tiles
     # Thread t copies chunk t mod 8 of rows t div 8, t div 8 + 16, …; eight threads read 128 contiguous bytes.
     chunk, first = tid % 8, tid // 8
     copies = -(-spec.tokens // 16)
+    everyone = Int16((1 << spec.cluster) - 1)
     target = tokens_to + first * STAGE_ROW_BYTES + ((chunk ^ (first % 8)) * 16)
     stage, phase = Int32(0), Int32(1)
     for tile in range(block, total, grid):
@@ -117,6 +118,7 @@ def produce(
                     weights_from[(None, (column, step, expert))],
                     weights_to[(None, stage)],
                     tma_bar_ptr=full + stage,
+                    mcast_mask=everyone if spec.cluster > 1 else None,
                 )
             size = Int32(16)
             if const_expr(spec.k % spec.k_tile != 0):
@@ -150,8 +152,7 @@ def row_source(
     spec: cutlass.Constexpr, slots: Int64, base: Int64, stride: Int64, row: Int32, count: Int32, token: Int32
 ) -> Int64:
     """Address of a token's row; tokens past the tile's end read its last row again (their results are not stored)."""
-    at = token if token < count else count - 1
-    index = row + at
+    index = row + dev.smaller(token, count - 1)
     if const_expr(spec.gather):
         index = dev.load_i32(slots + Int64(index) * 4)
     return base + Int64(index) * stride
@@ -177,7 +178,7 @@ def consume(
 ):  # fmt: skip
     """A consumer warpgroup's work."""
     tid = cute.arch.thread_idx()[0] - WARPGROUP
-    block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    block, grid = cute.arch.block_idx()[0] // spec.cluster, cute.arch.grid_dim()[0] // spec.cluster
     group = cute.arch.make_warp_uniform(tid // WARPGROUP)
     total = tiles[spec.experts] * spec.column_tiles
     kind = element_type(spec)
@@ -197,47 +198,94 @@ def consume(
     stage, phase = Int32(0), Int32(0)
     for tile in range(block, total, grid):
         expert, row, count, column = locate(spec, tile, rows, tiles)
-        for half in range_constexpr(halves):
-            sums[half].fill(0.0)
-        previous = stage
-        for step in range(spec.k_steps):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            dev.fence_async_shared()
-            if const_expr(spec.scaled):
-                for half in range_constexpr(halves):
-                    part = cute.make_rmem_tensor(shape, Float32)
-                    warpgroup.fence()
-                    for k in range_constexpr(4):
-                        multiply(spec, first_mma if k == 0 else next_mma, part, a, b, group, half, k, stage)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    promote(spec, sums[half], part, scales + stage * (4 * spec.scale_stage_floats), tid, group, half)
-                release(empty + stage, tid)
-            else:
-                warpgroup.fence()
-                for k in range_constexpr(4):
-                    for half in range_constexpr(halves):
-                        multiply(spec, next_mma, sums[half], a, b, group, half, k, stage)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if step > 0:
-                    release(empty + previous, tid)
-                previous = stage
-            stage += 1
-            if stage == Int32(spec.stages):
-                stage = Int32(0)
-                phase = phase ^ 1
-        if const_expr(not spec.scaled):
-            warpgroup.wait_group(0)
-            release(empty + previous, tid)
+        # A warpgroup whose rows are all past the tile's end only keeps the pipeline going.
+        working = Int32(1)
+        if const_expr(not spec.swap):
+            working = Int32(1) if group * 64 < count else Int32(0)
+        if working != Int32(0):
+            stage, phase = accumulate(
+                spec, first_mma, next_mma, a, b, sums, scales, full, empty, tid, group, stage, phase
+            )
+        else:
+            stage, phase = skip(spec, full, empty, tid, stage, phase)
         if const_expr(spec.swap):
             store_swapped(
                 spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
             )
-        else:
+        elif working != Int32(0):
             store_wide(
                 spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
             )
+
+
+@cute.jit
+def accumulate(
+    spec: cutlass.Constexpr, first_mma: cutlass.Constexpr, next_mma: cutlass.Constexpr,
+    a: cute.Tensor, b: cute.Tensor, sums: cutlass.Constexpr, scales: Int32,
+    full: cute.Pointer, empty: cute.Pointer, tid: Int32, group: Int32, stage: Int32, phase: Int32,
+):  # fmt: skip
+    """The main loop over K of one tile."""
+    halves = len(sums)
+    for half in range_constexpr(halves):
+        sums[half].fill(0.0)
+    previous = stage
+    for step in range(spec.k_steps):
+        cute.arch.mbarrier_wait(full + stage, phase)
+        if const_expr(spec.scaled and spec.swap):
+            parts = [cute.make_rmem_tensor(sums[0].shape, Float32) for _ in range(halves)]
+            warpgroup.fence()
+            for half in range_constexpr(halves):
+                for k in range_constexpr(4):
+                    multiply(spec, first_mma if k == 0 else next_mma, parts[half], a, b, group, half, k, stage)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            promote_swapped(spec, sums, parts, scales + stage * (4 * spec.scale_stage_floats), tid, group)
+            release(spec, empty + stage, tid)
+        elif const_expr(spec.scaled):
+            factors = wide_factors(spec, scales + stage * (4 * spec.scale_stage_floats), tid, group)
+            for half in range_constexpr(halves):
+                part = cute.make_rmem_tensor(sums[0].shape, Float32)
+                warpgroup.fence()
+                for k in range_constexpr(4):
+                    multiply(spec, first_mma if k == 0 else next_mma, part, a, b, group, half, k, stage)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                if const_expr(half == halves - 1):
+                    release(spec, empty + stage, tid)
+                promote_wide(sums[half], part, factors[half])
+        else:
+            warpgroup.fence()
+            for k in range_constexpr(4):
+                for half in range_constexpr(halves):
+                    multiply(spec, next_mma, sums[half], a, b, group, half, k, stage)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if step > 0:
+                release(spec, empty + previous, tid)
+            previous = stage
+        stage += 1
+        if stage == Int32(spec.stages):
+            stage = Int32(0)
+            phase = phase ^ 1
+    if const_expr(not spec.scaled):
+        warpgroup.wait_group(0)
+        release(spec, empty + previous, tid)
+    return stage, phase
+
+
+@cute.jit
+def skip(
+    spec: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, tid: Int32, stage: Int32, phase: Int32
+):  # fmt: skip
+    """Give back a tile's stages unread."""
+    for _ in range(spec.k_steps):
+        cute.arch.mbarrier_wait(full + stage, phase)
+        release(spec, empty + stage, tid)
+        stage += 1
+        if stage == Int32(spec.stages):
+            stage = Int32(0)
+            phase = phase ^ 1
+    return stage, phase
 
 
 def make_mma(kind: Any, columns: int) -> Any:
@@ -260,41 +308,55 @@ def multiply(
     cute.gemm(mma, sums, rows, columns, sums)
 
 
-def promote(spec: GroupedSpec, sums: Any, part: Any, scales: Int32, tid: Int32, group: Int32, half: int) -> None:
-    """FP8: a product over 128 of K, times its token's and its weights' scale, into the FP32 sums.
+def promote_swapped(spec: GroupedSpec, sums: Any, parts: Any, scales: Int32, tid: Int32, group: Int32) -> None:
+    """FP8: products over 128 of K, times their token's and their weights' scale, into the FP32 sums.
 
-    Register (i, h, c) of a fragment holds row ``16·warp + lane/4 + 8h`` and column ``8c + 2·(lane mod 4) + i``.
+    Register ``i + 2h + 4c`` of a fragment holds row ``16·warp + lane/4 + 8h`` and column ``8c + 2·(lane mod 4) + i``.
+    Rows are weights: FC1 has gate in h = 0 and up in h = 1, FC2 a block of 128 rows a warpgroup.
     """
-    lane = tid % WARP
     weight = dev.load_shared_f32x2(scales + spec.tokens * 4)
-    if spec.swap:
-        # Rows are weights: FC1 has gate in h = 0 and up in h = 1, FC2 a block of 128 rows a warpgroup.
-        by_half = weight if spec.parts == 2 else [dev.select_f32(group == Int32(0), *weight)] * 2
-        for c in range(spec.tokens // 8):
-            token = dev.load_shared_f32x2(scales + (c * 8 + (lane % 4) * 2) * 4)
-            for h in range(2):
-                for i in range(2):
-                    at = i + 2 * h + 4 * c
-                    sums[at] = sums[at] + part[at] * (token[i] * by_half[h])
-    else:
-        row = group * 64 + (tid % WARPGROUP // WARP) * 16 + lane // 4
-        token = [dev.load_shared_f32(scales + row * 4), dev.load_shared_f32(scales + row * 4 + 32)]
-        if spec.parts == 2:
-            factors = [[token[h] * w for w in weight] for h in range(2)]  # even columns of 8 are gate, odd are up
-        else:
-            factors = [[token[h] * weight[half]] * 2 for h in range(2)]
-        for c in range(WEIGHT_ROWS // 16):
-            for h in range(2):
-                for i in range(2):
-                    at = i + 2 * h + 4 * c
-                    sums[at] = sums[at] + part[at] * factors[h][c % 2]
+    by_row = weight if spec.parts == 2 else [dev.select_f32(group == Int32(0), *weight)] * 2
+    for c in range(spec.tokens // 8):
+        token = dev.load_shared_f32x2(scales + (c * 8 + (tid % 4) * 2) * 4)
+        for h in range(2):
+            for i in range(2):
+                at = i + 2 * h + 4 * c
+                factor = token[i] * by_row[h]
+                for total, part in zip(sums, parts):
+                    total[at] = total[at] + part[at] * factor
+
+
+def wide_factors(spec: GroupedSpec, scales: Int32, tid: Int32, group: Int32) -> Any:
+    """FP8, tokens as rows: ``[half][h][column group parity]``, the products of both scales."""
+    row = group * 64 + (tid % WARPGROUP // WARP) * 16 + tid % WARP // 4
+    weight = dev.load_shared_f32x2(scales + spec.tokens * 4)
+    token = [dev.load_shared_f32(scales + row * 4), dev.load_shared_f32(scales + row * 4 + 32)]
+    if spec.parts == 2:  # of the groups of 8 columns, the even are gate and the odd are up
+        return [[[t * w for w in weight] for t in token]] * 2
+    return [[[t * w] * 2 for t in token] for w in weight]
+
+
+def promote_wide(sums: Any, part: Any, factors: Any) -> None:
+    """As :func:`promote_swapped`, for one half of the weight rows."""
+    for c in range(WEIGHT_ROWS // 16):
+        for h in range(2):
+            for i in range(2):
+                at = i + 2 * h + 4 * c
+                sums[at] = sums[at] + part[at] * factors[h][c % 2]
 
 
 @cute.jit
-def release(barrier: cute.Pointer, tid: Int32):
-    """This warpgroup has read the stage: all of its WGMMAs are complete in every one of its threads."""
-    if tid % WARPGROUP == Int32(0):
-        cute.arch.mbarrier_arrive(barrier)
+def release(spec: cutlass.Constexpr, barrier: cute.Pointer, tid: Int32):
+    """This warpgroup has read the stage: all of its WGMMAs are complete in every one of its threads.
+
+    Every block of the cluster is told, since each writes its part of the weights into all of them.
+    """
+    for r in range_constexpr(spec.cluster):
+        if tid % WARPGROUP == Int32(r * WARP):
+            if const_expr(spec.cluster == 1):
+                cute.arch.mbarrier_arrive(barrier)
+            else:
+                cute.arch.mbarrier_arrive(barrier, r)
 
 
 @cute.kernel
@@ -323,19 +385,24 @@ def grouped_gemm_kernel(
     if tid == Int32(0):
         for i in range_constexpr(spec.stages):
             cute.arch.mbarrier_init(full + i, 1 + WARPGROUP)
-            cute.arch.mbarrier_init(empty + i, CONSUMER_WARPGROUPS)
+            cute.arch.mbarrier_init(empty + i, CONSUMER_WARPGROUPS * spec.cluster)
         cute.arch.mbarrier_init_fence()
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if warp == Int32(0):
         fill_schedule(spec, offsets, rows, tiles, tid % WARP)
-    cute.arch.sync_threads()
+    if const_expr(spec.cluster > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
 
     if warp < Int32(WARPGROUP // WARP):
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         tiled = cute.zipped_divide(tma_weights, (WEIGHT_ROWS, spec.k_tile))
         to, source = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(weight_tile, 0, 2), cute.group_modes(tiled, 0, 1)
+            tma, block_in_cluster() if spec.cluster > 1 else 0, cute.make_layout(spec.cluster),
+            cute.group_modes(weight_tile, 0, 2), cute.group_modes(tiled, 0, 1)
         )
         produce(
             spec, tma, to, source, dev.shared_address(token_tile.iterator), dev.shared_address(scales),
@@ -347,6 +414,10 @@ def grouped_gemm_kernel(
             spec, weight_tile, token_tile, dev.shared_address(scales), dev.shared_address(staging),
             full, empty, rows, tiles, out, out_stride, out_scale, out_scale_stride,
         )  # fmt: skip
+    if const_expr(spec.cluster > 1):
+        # No block ends while another may still write into its shared memory.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
 
 SIGNATURE = "llllllllllllli"
@@ -360,13 +431,15 @@ def grouped_gemm(
     grid: Int32, stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`grouped_gemm_kernel`; strides in bytes."""
+    shared = spec.cluster > 1
     tma, tma_weights = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(),
+        cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp(),
         weight_tensor(spec, weights),
         cute.select(tile_layout(spec, WEIGHT_ROWS, 1), mode=[0, 1]),
         (WEIGHT_ROWS, spec.k_tile),
+        spec.cluster,
     )
     grouped_gemm_kernel(
         spec, tma, tma_weights, offsets, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
         out, out_stride, out_scale, out_scale_stride,
-    ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+    ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip

@@ -32,6 +32,8 @@ class GroupedSpec:
         tokens: rows of the token tile; up to 64 with tokens as WGMMA's N (weights as M), 128 with tokens as M.
         gather: rows of ``x`` are read through the slot list (FC1), else in order.
         activation: of FC1.
+        cluster: blocks (1 or 2) that share each weight tile, every one with token tiles of its own: half the weights
+            come from L2, which limits the wide kernels.
         group: token tiles that share a sweep over the weights, so that both stay in L2.
     """
 
@@ -44,6 +46,7 @@ class GroupedSpec:
     tokens: int
     gather: bool
     activation: Activation | None = None
+    cluster: int = 1
     group: int = 16
 
     @property
@@ -71,6 +74,11 @@ class GroupedSpec:
     def tile_features(self) -> int:
         """Output features of a weight tile."""
         return WEIGHT_ROWS // self.parts
+
+    @property
+    def work_tokens(self) -> int:
+        """Tokens of a unit of work: a tile for every block of the cluster."""
+        return self.tokens * self.cluster
 
     @property
     def column_tiles(self) -> int:
