@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from moe_layer.comm.channel import Channel
+    from moe_layer.comm.encoder import Encoder
     from moe_layer.comm.placement import ExpertPlacement
 
 INVALID_EXPERT_ID = -1
@@ -70,14 +71,24 @@ class ExpertParallelComm(ABC):
     def ep_size(self) -> int:
         return self.channel.ep_size
 
-    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:  # noqa: B027
+    def reserve(  # noqa: B027
+        self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2, encoder: Encoder | None = None
+    ) -> None:
         """Announce the longest rows that this layer will send, for transports that size their buffers once.
 
         Args:
             hidden_bytes, scale_bytes: bytes of one payload row and of its scales.
             top_k: experts a token.
             element_bytes: 2 for BF16 partial results, 4 for FP32.
+            encoder: makes such rows; for transports that compile kernels, so that they are ready before they are used.
         """
+
+    def fuses(self, encoder: Encoder, hidden_states: torch.Tensor, runtime_max_tokens_per_rank: int | None) -> bool:
+        """Whether it pays to leave quantizing ``hidden_states`` to :meth:`dispatch`, instead of doing it before.
+
+        The same on every rank, as T̂ and the rows' width and dtype are; a rank without tokens goes along with any dtype.
+        """
+        return False
 
     @abstractmethod
     def dispatch(
@@ -88,6 +99,7 @@ class ExpertParallelComm(ABC):
         *,
         hidden_states_scale: torch.Tensor | None = None,
         runtime_max_tokens_per_rank: int | None = None,
+        encoder: Encoder | None = None,
     ) -> DispatchResult:
         """Send each token to every rank that holds one of its experts.
 
@@ -99,9 +111,11 @@ class ExpertParallelComm(ABC):
             hidden_states_scale: ``[T, *scale_row]`` contiguous, carried with the rows.
             runtime_max_tokens_per_rank: T̂, the largest T of any rank in this step, the same on every rank;
                 None means the channel's ``max_tokens_per_rank``.
+            encoder: ``hidden_states`` are ``[T, K]`` values that it quantizes on their way, in the kernel where the
+                transport can, before it otherwise; what arrives is the same to the bit. All ranks or none.
 
         Raises:
-            TensorError: a wrong dtype, shape, device or stride.
+            TensorError: a wrong dtype, shape, device or stride; an encoder, and scales as well.
             CapacityError: T > T̂, or T̂ > max_tokens_per_rank.
             CommunicationError: a dispatch is already in flight, or the channel was destroyed.
             RankMismatchError: ranks disagree about T̂, row widths, top_k or the number of experts.

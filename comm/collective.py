@@ -30,6 +30,7 @@ import torch.distributed as dist
 from moe_layer.comm.base import INVALID_EXPERT_ID, DispatchResult, ExpertParallelComm
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
 from moe_layer.comm.destinations import clean_ids, copies_to_send, count_experts
+from moe_layer.comm.encoder import Encoder, encoded
 from moe_layer.comm.exchange import Exchange, PeerExchange, StreamExchange
 from moe_layer.comm.header import ABSENT, BACKENDS, CALLS, Header, agree, dtype_code, table_code
 from moe_layer.comm.placement import ExpertPlacement
@@ -187,6 +188,7 @@ class CollectiveComm(ExpertParallelComm):
         *,
         hidden_states_scale: torch.Tensor | None = None,
         runtime_max_tokens_per_rank: int | None = None,
+        encoder: Encoder | None = None,
     ) -> DispatchResult:
         channel = self.channel
         channel.begin(self)
@@ -194,6 +196,7 @@ class CollectiveComm(ExpertParallelComm):
             what = f"dispatch of step {channel.step + 1}"
             channel.settle(what)
             try:
+                hidden_states, hidden_states_scale = encoded(encoder, hidden_states, hidden_states_scale)
                 check_dispatch(self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale)
                 t_hat = channel.tokens_per_rank(hidden_states.shape[0], runtime_max_tokens_per_rank)
                 exchange = channel.exchange_for("hidden_states", hidden_states)

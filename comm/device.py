@@ -134,6 +134,10 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
     return out
 
 
+def maximum(a: Uint32, b: Uint32) -> Uint32:
+    return inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
 def add(a: Float32, b: Float32) -> Float32:
     """FP32 add, subnormals kept."""
     return inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])

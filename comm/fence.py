@@ -28,9 +28,10 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, range_constexpr
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.comm import device as dev
+from moe_layer.comm.encode_row import allocate_scales, encode_row, pick_up_scales
 from moe_layer.comm.layout import STATE_COMBINED, STATE_DONE, STATE_STEP_COMBINE, STATE_STEP_DISPATCH, SyncOffsets
 from moe_layer.comm.routing import (
     PeerBases,
@@ -64,6 +65,8 @@ def fence_dispatch_kernel(
     payload_threads = spec.payload_warps * WARP
     shared = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * p + 1), cute.make_layout(2 * p + 1))
     routing = warp == Int32(spec.payload_warps)
+    if const_expr(spec.encoder is not None):
+        scales, per_warp = allocate_scales(spec, 2)
 
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -75,7 +78,7 @@ def fence_dispatch_kernel(
     parity = Int32(0)
     for i in range(block, num_tokens, grid):
         vectors = []
-        for c in range_constexpr(spec.chunks):
+        for c in range_constexpr(spec.chunks if spec.encoder is None else 0):
             v = tid + c * payload_threads
             vectors.append(dev.load_vector(payload_source(spec, v, i, hidden, scale, hidden_stride, scale_stride)))
         expert = Int32(-1)
@@ -100,7 +103,19 @@ def fence_dispatch_kernel(
                         ws + sync.combine_flags + Int64(r) * 8, ws + sync.announcements + Int64(r) * 8, ws,
                         Uint32(Phase.FENCE_ENTRY), Uint32(r), step_before, step, own_hash,
                     )  # fmt: skip
+        if const_expr(spec.encoder is not None):
+            words_made = [Uint32(0)] * (4 * spec.chunks)
+            if not routing:
+                words_made = encode_row(
+                    spec, scales + parity * spec.scale_bytes, per_warp, Int32(0), tid,
+                    hidden + Int64(i) * hidden_stride, Uint32(1), scale,
+                )  # fmt: skip
         cute.arch.sync_threads()
+        if const_expr(spec.encoder is not None):
+            for c in range_constexpr(spec.chunks):
+                v = tid + c * payload_threads
+                made = words_made[4 * c : 4 * c + 4]
+                vectors.append(pick_up_scales(spec, scales + parity * spec.scale_bytes, Int32(0), v, made))
         for r in range_constexpr(p):
             slot = shared[parity * p + r]
             if slot >= Int32(0):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_layer.comm.auto import sentinel_limit
+from moe_layer.comm.encoder import KernelEncoder
 from moe_layer.comm.launch import (
     FENCE,
     FP8_PARTIALS,
@@ -30,7 +31,8 @@ from moe_layer.errors import CapacityError
 if TYPE_CHECKING:
     from moe_layer.comm.onesided import OneSidedComm
 
-DispatchKey = tuple[int, int, int, bool, int]  # hidden bytes, scale bytes, top_k, weights?, bytes an id
+# Hidden bytes, scale bytes (both as they travel), top_k, weights?, bytes an id, and what makes the rows of BF16 ones.
+DispatchKey = tuple[int, int, int, bool, int, KernelEncoder | None]
 
 
 @dataclass
@@ -49,7 +51,7 @@ class DispatchLauncher:
     """Dispatches of one set of widths. Compiles and loads every kernel that the layer may ask for."""
 
     def __init__(self, comm: OneSidedComm, key: DispatchKey) -> None:
-        hidden_bytes, scale_bytes, top_k, has_weights, id_bytes = key
+        hidden_bytes, scale_bytes, top_k, has_weights, id_bytes, encoder = key
         channel = comm.channel
         assert channel.layout is not None and channel.memory is not None
         capacity = channel.layout.capacity
@@ -61,7 +63,7 @@ class DispatchLauncher:
             )
         spec = DispatchSpec(
             comm.ep_size, top_k, comm.placement.num_experts, comm._contiguous, hidden_bytes, scale_bytes, has_weights,
-            id_bytes,
+            id_bytes, encoder=encoder,
         )  # fmt: skip
         self.comm, self.spec = comm, spec
         self.kernels = dispatch_kernels(spec, channel.arch)
@@ -93,7 +95,8 @@ class DispatchLauncher:
 
         Args:
             sentinel: which protocol.
-            hidden, scale: ``[T, bytes]`` uint8 rows, aligned.
+            hidden, scale: ``[T, bytes]`` uint8 rows, aligned; with an encoder BF16 rows as bytes, and the common scale
+                ``[1]`` or None.
             ids, weights: ``[T, top_k]``.
             tokens, t_hat: T and T̂.
         """
@@ -123,7 +126,7 @@ class DispatchLauncher:
                 f"rank {comm.ep_rank}: runtime_max_tokens_per_rank is {t_hat}, but Sentinel's slots were sized for "
                 f"{self.sentinel_limit} (sentinel_tokens_per_rank)"
             )
-        told = (
+        told: tuple[object, ...] = (
             sentinel,
             t_hat,
             comm.hidden_size,
@@ -133,6 +136,9 @@ class DispatchLauncher:
             spec.num_experts,
             spec.has_weights,
         )
+        parts = sentinel_parts(t_hat, spec.vectors) if sentinel else FENCE
+        if parts > 1 and spec.encoder is not None:  # the parts of such a row are others
+            told += ("fused",)
         own_hash = zlib.crc32(repr((*told, comm._placement_hash)).encode())
         regions: tuple[int, ...] = layout.dispatch_rows(comm.ep_size * t_hat, spec.hidden_bytes, spec.scale_bytes)
         if sentinel:
@@ -140,7 +146,6 @@ class DispatchLauncher:
                 layout.offsets["present"], layout.offsets["meta"], layout.offsets["landing"], layout.offsets["escape"],
                 layout.landing_stride, layout.capacity.sentinel_tokens_per_rank,
             )  # fmt: skip
-        parts = sentinel_parts(t_hat, spec.vectors) if sentinel else FENCE
         return parts, channel.max_blocks or channel.num_sms * spec.blocks_per_sm, regions, own_hash
 
 

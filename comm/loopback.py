@@ -13,6 +13,7 @@ import torch
 from moe_layer.comm.base import INVALID_EXPERT_ID, DispatchResult, ExpertParallelComm
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
 from moe_layer.comm.destinations import clean_ids
+from moe_layer.comm.encoder import Encoder, encoded
 from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.comm.rows import Workspace, as_typed_rows, row_bytes, row_shape
 from moe_layer.comm.validation import check_combine, check_dispatch, check_partial_dtype
@@ -58,9 +59,11 @@ class LoopbackComm(ExpertParallelComm):
         *,
         hidden_states_scale: torch.Tensor | None = None,
         runtime_max_tokens_per_rank: int | None = None,
+        encoder: Encoder | None = None,
     ) -> DispatchResult:
         self.channel.begin(self)
         try:
+            hidden_states, hidden_states_scale = encoded(encoder, hidden_states, hidden_states_scale)
             check_dispatch(self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale)
             num_slots = self.channel.tokens_per_rank(hidden_states.shape[0], runtime_max_tokens_per_rank)
             ids = clean_ids(topk_ids, self.placement.num_experts)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from moe_layer.comm.auto import sentinel_limit
+from moe_layer.comm.auto import fused_limit, sentinel_limit
 from moe_layer.comm.base import DispatchResult, ExpertParallelComm
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S, Channel
+from moe_layer.comm.encoder import Encoder, KernelEncoder, check_unscaled, encoded
 from moe_layer.comm.launch import give_up_kernel
 from moe_layer.comm.launchers import CombineLauncher, DispatchKey, DispatchLauncher, Step
 from moe_layer.comm.layout import (
@@ -203,6 +204,7 @@ class OneSidedComm(ExpertParallelComm):
         self._table = placement.rank_table(channel.device)
         self._placement_hash = zlib.crc32(repr(placement.rank_of).encode())
         self._known: dict[Any, Any] = {}
+        self._encoders: dict[tuple[int, int], KernelEncoder] = {}  # announced, by the bytes of what they make
         self._used = False
         self._step: Step | None = None
 
@@ -210,9 +212,17 @@ class OneSidedComm(ExpertParallelComm):
         """Drop everything that points into the allocation: another has taken its place."""
         self._known.clear()
 
-    def reserve(self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2) -> None:
+    def reserve(
+        self, hidden_bytes: int, scale_bytes: int, top_k: int, element_bytes: int = 2, encoder: Encoder | None = None
+    ) -> None:
         """Announce the largest rows this layer will send, so that the first allocation already fits it."""
         self.channel.reserve(align(hidden_bytes), align(scale_bytes), top_k, align(self.hidden_size * element_bytes))
+        if encoder is not None and encoder.kernel is not None:
+            self._encoders[align(hidden_bytes), align(scale_bytes)] = encoder.kernel
+
+    def fuses(self, encoder: Encoder, hidden_states: torch.Tensor, runtime_max_tokens_per_rank: int | None) -> bool:
+        t_hat = self.channel.max_tokens_per_rank if runtime_max_tokens_per_rank is None else runtime_max_tokens_per_rank
+        return t_hat <= fused_limit() and encoder.fuses(hidden_states)
 
     def give_up(self, error: Exception) -> None:
         """Tell the peers that this rank will not make the call they are in; the channel cannot be used again."""
@@ -234,21 +244,35 @@ class OneSidedComm(ExpertParallelComm):
         *,
         hidden_states_scale: torch.Tensor | None = None,
         runtime_max_tokens_per_rank: int | None = None,
+        encoder: Encoder | None = None,
     ) -> DispatchResult:
         channel = self.channel
         channel.raise_reported()
         channel.begin(self)
         try:
+            if encoder is not None and not encoder.fuses(hidden_states):
+                hidden_states, hidden_states_scale = encoded(encoder, hidden_states, hidden_states_scale)
+                encoder = None
             check_dispatch(self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale)
             tokens, top_k = topk_ids.shape
             t_hat = channel.tokens_per_rank(tokens, runtime_max_tokens_per_rank)
             hidden, hidden_bytes = aligned_rows(hidden_states)
             assert hidden is not None
-            scale, scale_bytes = aligned_rows(hidden_states_scale)
-            key = (hidden_bytes, scale_bytes, top_k, topk_weights is not None, topk_ids.element_size())
+            rows, scale_rows, kernel = hidden_states, hidden_states_scale, None  # rows: of the kind that travels
+            if encoder is None:
+                scale, scale_bytes = aligned_rows(hidden_states_scale)
+            else:
+                check_unscaled(hidden_states_scale)
+                rows, scale_rows = self._encoded_rows(encoder, hidden_states)
+                hidden_bytes, scale_bytes = (
+                    align(row_bytes(rows)),
+                    0 if scale_rows is None else align(row_bytes(scale_rows)),
+                )
+                scale, kernel = encoder.common_scale, encoder.kernel
+            key = (hidden_bytes, scale_bytes, top_k, topk_weights is not None, topk_ids.element_size(), kernel)
             launch = self._known.get(key) or self._prepare(key)
             sentinel = launch.sentinel_limit >= t_hat
-            result = self._result(t_hat, hidden_states, hidden_states_scale, top_k, topk_weights is not None)
+            result = self._result(t_hat, rows, scale_rows, top_k, topk_weights is not None)
             launch.run(sentinel, hidden, scale, topk_ids, topk_weights, tokens, t_hat)
             self._step = Step(tokens, t_hat, sentinel, top_k, result.topk_ids.data_ptr(), 2 * top_k)
         except BaseException as error:
@@ -272,12 +296,26 @@ class OneSidedComm(ExpertParallelComm):
                 comm._used = True
         for comm in layer:
             comm.channel.prepare()
+        # Where dispatch is to encode such rows at some T̂, both kinds of kernel: a graph may be captured next.
+        keys = [key]
+        kernel = self._encoders.get(key[:2])
+        if kernel is not None and fused_limit() >= 0:
+            keys = [(*key[:5], None), (*key[:5], kernel)] + [key] * (key[5] not in (None, kernel))
         for comm in layer:
-            comm._known[key] = DispatchLauncher(comm, key)
+            for each in keys:
+                comm._known[each] = DispatchLauncher(comm, each)
         if first:
             # Only where every rank comes: widths that are new to some ranks alone must end in a mismatch, not here.
             self.channel.barrier()
         return self._known[key]  # type: ignore[no-any-return]
+
+    def _encoded_rows(self, encoder: Encoder, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """No rows, but as they will travel: what dtypes and shapes the encoder makes of these."""
+        key = ("encoded", encoder.kernel, hidden_states.shape[1])
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = encoder.quantize(hidden_states[:0])
+        return found  # type: ignore[no-any-return]
 
     def _result(
         self, t_hat: int, hidden: torch.Tensor, scale: torch.Tensor | None, top_k: int, has_weights: bool

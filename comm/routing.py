@@ -93,6 +93,21 @@ def destination_bits(target: Int32, word: int) -> Uint32:
     return cute.arch.warp_redux_sync(dev.bit_if_in_word(local), "or")
 
 
+def part_vector(spec: Any, part: Int32, tid: Int32, chunk: int) -> Int32:
+    """The vector of chunk ``chunk`` of thread ``tid`` of a part; past the part's end, past the row's."""
+    local = tid + chunk * (spec.payload_warps * WARP)
+    if spec.parts == 1:
+        return local
+    end = Int32(spec.vectors)
+    if not spec.splits_scales:
+        return dev.select(local < Int32(spec.part_vectors), part * spec.part_vectors + local, end)
+    hidden, scale = part * spec.part_hidden_vectors + local, local - spec.part_hidden_vectors
+    of_scales = dev.select(
+        scale < Int32(spec.part_scale_vectors), spec.hidden_vectors + part * spec.part_scale_vectors + scale, end
+    )
+    return dev.select(scale < Int32(0), dev.select(hidden < Int32(spec.hidden_vectors), hidden, end), of_scales)
+
+
 @cute.jit
 def payload_source(
     spec: cutlass.Constexpr, v: Int32, token: Int32, hidden: Int64, scale: Int64, hidden_stride: Int64,

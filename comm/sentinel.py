@@ -26,14 +26,13 @@ Shared memory: 1 word. Invariants: docs/protocols.md.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.comm import device as dev
+from moe_layer.comm.encode_row import allocate_scales, encode_row, payload_barrier, pick_up_scales
 from moe_layer.comm.layout import (
     MAX_PARTS,
     META_STRIDE,
@@ -47,6 +46,7 @@ from moe_layer.comm.routing import (
     announce,
     destination_bits,
     load_routing,
+    part_vector,
     payload_source,
     row_address,
     store_routing,
@@ -95,6 +95,8 @@ def sentinel_dispatch_kernel(
     bank = meta + Int64(step & Uint32(1)) * (Int64(p * META_STRIDE) * Int64(capacity))
     alive = error == Uint32(0)
     bases = PeerBases(peers, p)
+    if const_expr(spec.encoder is not None):
+        scales, per_warp = allocate_scales(spec, 1)
 
     # T̂ = 0 still exchanges one empty slot, so that every step synchronizes.
     slots = t_hat if t_hat > Int32(0) else Int32(1)
@@ -103,7 +105,7 @@ def sentinel_dispatch_kernel(
         own_token = i < num_tokens
         token = i if own_token else Int32(0)
         vectors = []
-        for c in range_constexpr(spec.chunks):
+        for c in range_constexpr(spec.chunks if spec.encoder is None else 0):
             v = part_vector(spec, part, tid, c)
             at = payload_source(spec, v, token, hidden, scale, hidden_stride, scale_stride)
             vectors.append(dev.load_vector(at if own_token else ws))
@@ -115,6 +117,15 @@ def sentinel_dispatch_kernel(
         for r in range_constexpr(p):
             sends.append((words[r // WARP] >> Uint32(r % WARP)) & Uint32(1))
         slot_here = Int64(rank) * Int64(capacity) + Int64(i)
+        if const_expr(spec.encoder is not None):
+            at = hidden + Int64(token) * hidden_stride
+            words_made = [Uint32(0)] * (4 * spec.chunks)
+            if not routing:
+                words_made = encode_row(spec, scales, per_warp, part, tid, at, Uint32(own_token), scale)
+                payload_barrier(spec)
+            for c in range_constexpr(spec.chunks):
+                v = part_vector(spec, part, tid, c)
+                vectors.append(pick_up_scales(spec, scales, part, v, words_made[4 * c : 4 * c + 4]))
 
         masks = []
         any_escape = Uint32(0)
@@ -250,14 +261,6 @@ def sentinel_dispatch_kernel(
             for r in range(lane, p, WARP):
                 slot = Int64(r) * Int64(capacity) + Int64(i)
                 dev.store_u32(ws + bank + slot * META_STRIDE + Int64(part) * 4, s)
-
-
-def part_vector(spec: Any, part: Int32, tid: Int32, chunk: Any) -> Int32:
-    """The vector of chunk ``chunk`` of thread ``tid`` of a part; past the part's end, past the row's."""
-    local = tid + chunk * (spec.payload_warps * WARP)
-    if spec.parts == 1:
-        return local
-    return dev.select(local < Int32(spec.part_vectors), part * spec.part_vectors + local, Int32(spec.vectors))
 
 
 @cute.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from moe_layer.comm.encoder import KernelEncoder
 from moe_layer.comm.layout import align
 
 VECTOR_BYTES = 16
@@ -33,6 +34,11 @@ class _RowSpec(ABC):
     @abstractmethod
     def vectors(self) -> int:
         """16-byte vectors of a row."""
+
+    @property
+    def splits_scales(self) -> bool:
+        """Whether a part has the scales of its own values, instead of the next stretch of the row."""
+        return False
 
     @property
     def part_vectors(self) -> int:
@@ -70,6 +76,7 @@ class DispatchSpec(_RowSpec):
         has_weights: whether router weights travel.
         id_bytes: 4 or 8, the width of the ids passed in.
         parts: blocks that share a token (Sentinel at few tokens), each with its own stretch of the row.
+        encoder: makes the payload out of BF16 rows, whose vectors of the wire are all whole; None: it is loaded.
     """
 
     ep_size: int
@@ -81,6 +88,7 @@ class DispatchSpec(_RowSpec):
     has_weights: bool
     id_bytes: int
     parts: int = 1
+    encoder: KernelEncoder | None = None
 
     @property
     def hidden_vectors(self) -> int:
@@ -90,6 +98,28 @@ class DispatchSpec(_RowSpec):
     def vectors(self) -> int:
         """16-byte vectors of a token's payload: hidden row, then scale row."""
         return (self.hidden_bytes + self.scale_bytes) // VECTOR_BYTES
+
+    @property
+    def splits_scales(self) -> bool:
+        return self.encoder is not None and self.parts > 1
+
+    @property
+    def part_scale_vectors(self) -> int:
+        """Vectors of scales of one part, where it has those of its own values."""
+        return -(-(self.scale_bytes // VECTOR_BYTES) // self.parts)
+
+    @property
+    def part_hidden_vectors(self) -> int:
+        """Vectors of values of one part: those of its vectors of scales."""
+        assert self.encoder is not None
+        values_of_scales = self.encoder.vectors_per_scale * VECTOR_BYTES // self.encoder.scale_entry_bytes
+        return self.part_scale_vectors * values_of_scales
+
+    @property
+    def part_vectors(self) -> int:
+        if not self.splits_scales:
+            return super().part_vectors
+        return self.part_hidden_vectors + self.part_scale_vectors
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Compiled CuTe DSL kernels: in memory, on disk, and ahead of time.
 
 A kernel's key is everything its machine code depends on: the launch function, the spec it is specialised for, the GPU
-architecture, the DSL's version and the source of the package it lives in. A kernel found on disk is loaded in
-milliseconds and needs no compiler; one that is not is compiled (a fraction of a second) and stored. Set
-``MOE_LAYER_CACHE`` to choose the folder, or to ``off`` for none.
+architecture, the DSL's version and the source of the packages that the function and the spec's parts live in. A kernel
+found on disk is loaded in milliseconds and needs no compiler; one that is not is compiled (a fraction of a second) and
+stored. Set ``MOE_LAYER_CACHE`` to choose the folder, or to ``off`` for none.
 
 Like ``errors``, this module imports none of the library's packages, so all of them may use it. The DSL's compiler is
 not thread-safe (cutlass#3398), so a lock guards it.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,11 @@ def _source_digest(folder: str) -> str:
 def _key(launch: Any, spec: Any, arch: str) -> str:
     import cutlass
 
-    module = sys.modules[launch.__module__]
-    source = _source_digest(str(Path(str(module.__file__)).parent))
-    text = "\n".join((launch.__module__, launch.__name__, repr(spec), arch, cutlass.__version__, source))
+    # Code that a spec brings along, such as a number format's arithmetic, lives in a package of its own.
+    parts = [getattr(spec, field.name) for field in fields(spec)] if is_dataclass(spec) else []
+    modules = [launch.__module__, *(type(part).__module__ for part in parts if is_dataclass(part))]
+    sources = [_source_digest(str(Path(str(sys.modules[name].__file__)).parent)) for name in dict.fromkeys(modules)]
+    text = "\n".join((launch.__module__, launch.__name__, repr(spec), arch, cutlass.__version__, *sources))
     return f"{launch.__name__}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 

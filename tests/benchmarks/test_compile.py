@@ -44,7 +44,7 @@ def test_families_are_what_a_layer_compiles(model: str, fp8_combine: bool, monke
         channel=channel, ep_size=4, ep_rank=0, placement=SimpleNamespace(num_experts=shape.num_experts),
         _contiguous=True, hidden_size=shape.hidden_size,
     )  # fmt: skip
-    launchers.DispatchLauncher(comm, (*row, shape.top_k, True, 4))
+    launchers.DispatchLauncher(comm, (*row, shape.top_k, True, 4, None))
     wanted, asked = asked, set()
 
     for family in precompile.families([shape], [4], ["sm_90a"], ["int32"], fp8_combine=fp8_combine):

@@ -171,7 +171,7 @@ def test_specs_and_architectures_apart(folder: Path, compiler: Compiler) -> None
 @dataclass(frozen=True)
 class Spec:
     width: int
-    narrow: bool
+    narrow: Any
 
 
 def test_key_holds_all_that_the_code_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,20 @@ def test_key_holds_all_that_the_code_depends_on(tmp_path: Path, monkeypatch: pyt
     (package / "vocabulary.py").write_text("NUMBER = 2\n")
     kernel_cache._source_digest.cache_clear()
     others.append(kernel_cache._key(module.launch, spec, ARCH))
+    # Code that the spec brings along, from another package.
+    (tmp_path / "formats").mkdir()
+    (tmp_path / "formats" / "code.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Code:\n    bits: int\n"
+    )
+    code_spec = importlib.util.spec_from_file_location("code_of_a_test", tmp_path / "formats" / "code.py")
+    assert code_spec is not None and code_spec.loader is not None
+    code = importlib.util.module_from_spec(code_spec)
+    monkeypatch.setitem(sys.modules, "code_of_a_test", code)
+    code_spec.loader.exec_module(code)
+    for text in ("", "NUMBER = 3\n"):
+        (tmp_path / "formats" / "vocabulary.py").write_text(text)
+        kernel_cache._source_digest.cache_clear()
+        others.append(kernel_cache._key(module.launch, Spec(16, code.Code(8)), ARCH))
     assert len({key, *others}) == 1 + len(others)
 
 
