@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.activation import Activation
-from moe_layer.gemm.sm90_spec import CONSUMER_WARPGROUPS, SCALE_BLOCK, WARP, WARPGROUP, GroupedSpec
+from moe_layer.gemm.sm90_spec import CONSUMER_WARPGROUPS, SCALE_BLOCK, STAGED_TOKENS, WARP, WARPGROUP, GroupedSpec
 
 CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
 CONSUMER_BARRIER = 1  # barrier 0 is sync_threads'
@@ -138,12 +138,13 @@ def store_lines(
     """A warp's 16 rows of 128 bytes from shared to global memory, cut off at the row's end and the tile's last token."""
     chunk = lane % 8
     row_bytes = spec.n * (2 if spec.out == "bf16" else 1)
+    to = out + Int64(row + own) * out_stride
     for q in range_constexpr(4):
         r = lane // 8 + 4 * q
         vector = dev.load_shared_v4(mine + r * 128 + ((chunk ^ (r % 8)) * 16))
         at = first_byte + chunk * 16
         if own + r < count and at < Int32(row_bytes):
-            dev.store_v4(out + Int64(row + own + r) * out_stride + Int64(at), vector)
+            dev.store_v4(to + Int64(r) * out_stride + Int64(at), vector)
 
 
 @cute.jit
@@ -154,19 +155,34 @@ def store_swapped(
     """Features in rows: see the module's docstring."""
     lane = tid % WARP
     warp = tid // WARP
-    cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)  # the last tile's rows are out
-    for half in range_constexpr(2):
-        block = (group * 2 + half) * 4 + warp % 4  # of 16 weight rows
-        for c in range_constexpr(spec.tokens // 8):
-            for i in range_constexpr(2):
-                to = staging + (c * 8 + (lane % 4) * 2 + i) * spec.staging_row_bytes
-                pair = [sums[half][i + 2 * h + 4 * c] for h in range(2)]
-                if const_expr(spec.parts == 2):
-                    stage_value(spec, to, block * 8 + lane // 4, activate(spec.activation, *pair))
-                else:
-                    for h in range_constexpr(2):
-                        stage_value(spec, to, block * 16 + h * 8 + lane // 4, pair[h])
-    cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
+    for first in range_constexpr(0, spec.tokens, STAGED_TOKENS):
+        here = min(spec.tokens - first, STAGED_TOKENS)
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)  # the rows before are out
+        for half in range_constexpr(2):
+            block = (group * 2 + half) * 4 + warp % 4  # of 16 weight rows
+            for c in range_constexpr(here // 8):
+                for i in range_constexpr(2):
+                    to = staging + (c * 8 + (lane % 4) * 2 + i) * spec.staging_row_bytes
+                    pair = [sums[half][i + 2 * h + 4 * (first // 8 + c)] for h in range(2)]
+                    if const_expr(spec.parts == 2):
+                        stage_value(spec, to, block * 8 + lane // 4, activate(spec.activation, *pair))
+                    else:
+                        for h in range_constexpr(2):
+                            stage_value(spec, to, block * 16 + h * 8 + lane // 4, pair[h])
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
+        store_staged(
+            spec, staging, tid, row + first, dev.smaller(count - first, Int32(here)), column,
+            out, out_stride, out_scale, out_scale_stride,
+        )  # fmt: skip
+
+
+@cute.jit
+def store_staged(
+    spec: cutlass.Constexpr, staging: Int32, tid: Int32, row: Int32, count: Int32, column: Int32,
+    out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+):  # fmt: skip
+    """The staged tokens' rows, by all consumers, 16 bytes a thread (BF16) or a token a warp (FP8)."""
+    lane = tid % WARP
     if const_expr(spec.out == "bf16"):
         per_row = spec.tile_features // 8
         for v in range(tid, count * per_row, CONSUMERS):
@@ -176,7 +192,7 @@ def store_swapped(
             if feature < Int32(spec.n):
                 dev.store_v4(out + Int64(row + token) * out_stride + Int64(feature) * 2, vector)
     else:
-        for token in range(warp, count, CONSUMERS // WARP):
+        for token in range(tid // WARP, count, CONSUMERS // WARP):
             words = dev.load_shared_v4(staging + token * spec.staging_row_bytes + lane * 16)
             values = [dev.bits_to_f32(w) for w in words]
             amax = Float32(0.0)

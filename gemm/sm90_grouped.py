@@ -98,15 +98,13 @@ def produce(
     stage, phase = Int32(0), Int32(1)
     for tile in range(block, total, grid):
         expert, row, count, column = locate(spec, tile, rows, tiles)
-        sources = []
-        for i in range_constexpr(copies):
-            token = first + 16 * i
-            sources.append(row_source(spec, slots, x, x_stride, row, count, token) + Int64(chunk) * 16)
+        # Row numbers, not addresses: half the registers.
+        sources = [row_number(spec, slots, row, count, first + 16 * i) for i in range(copies)]
         scale_source = Int64(0)
         weight_scales = Int64(0)
         if const_expr(spec.scaled):
             if tid < Int32(spec.tokens):
-                scale_source = row_source(spec, slots, x_scale, x_scale_stride, row, count, tid)
+                scale_source = x_scale + Int64(row_number(spec, slots, row, count, tid)) * x_scale_stride
             weight_scales = weight_scale + scale_offset(spec, expert, column, tid % 2)
         for step in range(spec.k_steps):
             cute.arch.mbarrier_wait(empty + stage, phase)
@@ -129,7 +127,7 @@ def produce(
                 if const_expr(spec.tokens >= 16) or first < Int32(spec.tokens):
                     dev.copy_16(
                         target + stage * spec.token_stage_bytes + i * (16 * STAGE_ROW_BYTES),
-                        sources[i] + Int64(step) * STAGE_ROW_BYTES,
+                        x + Int64(sources[i]) * x_stride + Int64(step * STAGE_ROW_BYTES + chunk * 16),
                         size,
                     )
             if const_expr(spec.scaled):
@@ -148,14 +146,12 @@ def produce(
 
 
 @cute.jit
-def row_source(
-    spec: cutlass.Constexpr, slots: Int64, base: Int64, stride: Int64, row: Int32, count: Int32, token: Int32
-) -> Int64:
-    """Address of a token's row; tokens past the tile's end read its last row again (their results are not stored)."""
+def row_number(spec: cutlass.Constexpr, slots: Int64, row: Int32, count: Int32, token: Int32) -> Int32:
+    """A token's row of ``x``; tokens past the tile's end read its last row again (their results are not stored)."""
     index = row + dev.smaller(token, count - 1)
     if const_expr(spec.gather):
         index = dev.load_i32(slots + Int64(index) * 4)
-    return base + Int64(index) * stride
+    return index
 
 
 def scale_offset(spec: GroupedSpec, expert: Int32, column: Int32, which: Int32) -> Int64:
@@ -196,6 +192,9 @@ def consume(
     shape = next_mma.partition_shape_C((64, columns))
     sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(halves)]
     stage, phase = Int32(0), Int32(0)
+    if const_expr(spec.ordered):
+        if group == Int32(1):
+            cute.arch.barrier_arrive(barrier_id=2, number_of_threads=256)
     for tile in range(block, total, grid):
         expert, row, count, column = locate(spec, tile, rows, tiles)
         # A warpgroup whose rows are all past the tile's end only keeps the pipeline going.
@@ -207,7 +206,7 @@ def consume(
                 spec, first_mma, next_mma, a, b, sums, scales, full, empty, tid, group, stage, phase
             )
         else:
-            stage, phase = skip(spec, full, empty, tid, stage, phase)
+            stage, phase = skip(spec, full, empty, tid, group, stage, phase)
         if const_expr(spec.swap):
             store_swapped(
                 spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
@@ -245,10 +244,14 @@ def accumulate(
             factors = wide_factors(spec, scales + stage * (4 * spec.scale_stage_floats), tid, group)
             for half in range_constexpr(halves):
                 part = cute.make_rmem_tensor(sums[0].shape, Float32)
+                if const_expr(spec.ordered):
+                    cute.arch.barrier(barrier_id=2 + group, number_of_threads=256)
                 warpgroup.fence()
                 for k in range_constexpr(4):
                     multiply(spec, first_mma if k == 0 else next_mma, part, a, b, group, half, k, stage)
                 warpgroup.commit_group()
+                if const_expr(spec.ordered):
+                    cute.arch.barrier_arrive(barrier_id=3 - group, number_of_threads=256)
                 warpgroup.wait_group(0)
                 if const_expr(half == halves - 1):
                     release(spec, empty + stage, tid)
@@ -275,11 +278,15 @@ def accumulate(
 
 @cute.jit
 def skip(
-    spec: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, tid: Int32, stage: Int32, phase: Int32
+    spec: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, tid: Int32, group: Int32, stage: Int32, phase: Int32
 ):  # fmt: skip
     """Give back a tile's stages unread."""
     for _ in range(spec.k_steps):
         cute.arch.mbarrier_wait(full + stage, phase)
+        if const_expr(spec.ordered):
+            for half in range_constexpr(2):
+                cute.arch.barrier(barrier_id=2 + group, number_of_threads=256)
+                cute.arch.barrier_arrive(barrier_id=3 - group, number_of_threads=256)
         release(spec, empty + stage, tid)
         stage += 1
         if stage == Int32(spec.stages):

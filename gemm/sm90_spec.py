@@ -14,9 +14,10 @@ STAGE_ROW_BYTES = 128  # of K a stage: the widest swizzle, so that WGMMA reads s
 SCALE_BLOCK = 128  # FP8: K values a token scale covers, and rows and columns a weight scale covers
 SWAP_TOKENS = (8, 16, 32, 64)  # token tiles with tokens as WGMMA's N
 WIDE_TOKENS = 128  # token tile with tokens as WGMMA's M
+STAGED_TOKENS = 32  # of the swapped epilogue at a time: with 64, FP8 would lose a stage
 SHARED_MEMORY = 232448  # bytes a block of sm_90 may use
 # Registers a thread: the register file holds 512 for a thread of each of the three warpgroups.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class GroupedSpec:
     activation: Activation | None = None
     cluster: int = 1
     group: int = 16
+    ordered: bool = False
 
     @property
     def swap(self) -> bool:
@@ -111,7 +113,7 @@ class GroupedSpec:
     def staging_bytes(self) -> int:
         """The epilogue's share of shared memory; see sm90_epilogue."""
         if self.swap:
-            return self.tokens * self.staging_row_bytes
+            return min(self.tokens, STAGED_TOKENS) * self.staging_row_bytes
         return 8 * 16 * 128
 
     @property
