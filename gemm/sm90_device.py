@@ -16,7 +16,7 @@ def load_i32(addr: Int64) -> Int32:
 
 
 def copy_16(shared: Int32, source: Int64, size: Int32) -> None:
-    """Start copying 16 bytes to shared memory, of which only ``size`` are read and the rest are zeros; not through L1."""
+    """Start copying 16 bytes to shared memory, past L1; only ``size`` are read, the rest are zeros."""
     inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[shared, source, size])
 
 
@@ -114,9 +114,7 @@ def divide(a: Float32, b: Float32) -> Float32:
 
 def exponential(x: Float32) -> Float32:
     """``e**x`` within 2 ulp of FP32, by the hardware's 2**x."""
-    return inline_ptx(
-        "ex2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x * Float32(LOG2_E)]
-    )
+    return inline_ptx("ex2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x * Float32(LOG2_E)])
 
 
 def reciprocal(x: Float32) -> Float32:
@@ -151,3 +149,4 @@ def select_f32(condition: Any, yes: Float32, no: Float32) -> Float32:
     if condition:
         out = yes
     return out
+

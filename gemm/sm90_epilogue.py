@@ -43,7 +43,7 @@ def activate(activation: Activation, gate: Float32, up: Float32) -> Float32:
 
 
 def sigmoid(x: Float32) -> Float32:
-    return dev.reciprocal(Float32(1.0) + dev.exponential(-x))
+    return dev.reciprocal(Float32(1.0) + dev.exponential(Float32(0.0) - x))
 
 
 def tanh(x: Float32) -> Float32:
@@ -51,8 +51,7 @@ def tanh(x: Float32) -> Float32:
     far = Float32(1.0) - Float32(2.0) * dev.reciprocal(Float32(1.0) + dev.exponential(x + x))
     y = x * x
     near = x * (
-        Float32(1.0)
-        + y * (Float32(-1 / 3) + y * (Float32(2 / 15) + y * (Float32(-17 / 315) + y * Float32(62 / 2835))))
+        Float32(1.0) + y * (Float32(-1 / 3) + y * (Float32(2 / 15) + y * (Float32(-17 / 315) + y * Float32(62 / 2835))))
     )
     return dev.select_f32(dev.magnitude(x) < Float32(0.25), near, far)
 
@@ -99,7 +98,9 @@ def store_wide(
         for p in range_constexpr(groups // 8):
             for g in range_constexpr(8):
                 for h in range_constexpr(2):
-                    word = dev.f32_pair_to_bf16(wide_value(spec, sums, 8 * p + g, h, 0), wide_value(spec, sums, 8 * p + g, h, 1))
+                    word = dev.f32_pair_to_bf16(
+                        wide_value(spec, sums, 8 * p + g, h, 0), wide_value(spec, sums, 8 * p + g, h, 1)
+                    )
                     dev.store_shared_u32(line + h * 1024 + ((g ^ (lane // 4)) * 16) + (lane % 4) * 4, word)
             cute.arch.sync_warp()
             store_lines(spec, mine, lane, own, row, count, column * (spec.tile_features * 2) + p * 128, out, out_stride)
@@ -135,7 +136,7 @@ def store_lines(
     spec: cutlass.Constexpr, mine: Int32, lane: Int32, own: Int32, row: Int32, count: Int32, first_byte: Int32,
     out: Int64, out_stride: Int64,
 ):  # fmt: skip
-    """A warp's 16 rows of 128 bytes from shared to global memory, cut off at the row's end and the tile's last token."""
+    """A warp's 16 rows of 128 bytes from shared to global memory, up to the row's end and the tile's last token."""
     chunk = lane % 8
     row_bytes = spec.n * (2 if spec.out == "bf16" else 1)
     to = out + Int64(row + own) * out_stride

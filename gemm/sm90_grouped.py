@@ -1,7 +1,7 @@
 """Hopper grouped GEMM that gathers its rows: one mainloop for FC1 and FC2, BF16 and FP8, few tokens and many.
 
-``out[row] = epilogue(W[e] · x[row])`` for the rows of every local expert e (paper §3.3). A weight tile is 256 rows of an
-expert's weights; FC1's are 128 gate rows and 128 up rows, interleaved eight by eight, so that a thread holds gate and
+``out[row] = epilogue(W[e] · x[row])`` for the rows of every local expert e (paper §3.3). A weight tile is 256 rows of
+an expert's weights; FC1's are 128 gate rows and 128 up rows, interleaved eight by eight: a thread holds gate and
 up of the same output in neighbouring registers and the activation costs no exchange.
 
 Two shapes of the product, from the same operands in shared memory:
@@ -38,7 +38,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from moe_layer.gemm import sm90_device as dev
@@ -119,10 +119,9 @@ def produce(
                     mcast_mask=everyone if spec.cluster > 1 else None,
                 )
             size = Int32(16)
-            if const_expr(spec.k % spec.k_tile != 0):
-                # Past the row's end lie zeros, whatever the memory there holds.
-                if step * STAGE_ROW_BYTES + chunk * 16 >= Int32(spec.k * spec.element_bytes):
-                    size = Int32(0)
+            # Past the row's end lie zeros, whatever the memory there holds.
+            if step * STAGE_ROW_BYTES + chunk * 16 >= Int32(spec.k * spec.element_bytes):
+                size = Int32(0)
             for i in range_constexpr(copies):
                 if const_expr(spec.tokens >= 16) or first < Int32(spec.tokens):
                     dev.copy_16(
@@ -192,11 +191,8 @@ def consume(
     shape = next_mma.partition_shape_C((64, columns))
     sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(halves)]
     stage, phase = Int32(0), Int32(0)
-    if const_expr(spec.ordered):
-        if group == Int32(1):
-            cute.arch.barrier_arrive(barrier_id=2, number_of_threads=256)
     for tile in range(block, total, grid):
-        expert, row, count, column = locate(spec, tile, rows, tiles)
+        _, row, count, column = locate(spec, tile, rows, tiles)
         # A warpgroup whose rows are all past the tile's end only keeps the pipeline going.
         working = Int32(1)
         if const_expr(not spec.swap):
@@ -206,12 +202,14 @@ def consume(
                 spec, first_mma, next_mma, a, b, sums, scales, full, empty, tid, group, stage, phase
             )
         else:
-            stage, phase = skip(spec, full, empty, tid, group, stage, phase)
+            stage, phase = skip(spec, full, empty, tid, stage, phase)
         if const_expr(spec.swap):
             store_swapped(
                 spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
             )
         elif working != Int32(0):
+            # Looked up again rather than kept: the main loop needs the registers.
+            _, row, count, column = locate(spec, tile, rows, tiles)
             store_wide(
                 spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
             )
@@ -244,14 +242,10 @@ def accumulate(
             factors = wide_factors(spec, scales + stage * (4 * spec.scale_stage_floats), tid, group)
             for half in range_constexpr(halves):
                 part = cute.make_rmem_tensor(sums[0].shape, Float32)
-                if const_expr(spec.ordered):
-                    cute.arch.barrier(barrier_id=2 + group, number_of_threads=256)
                 warpgroup.fence()
                 for k in range_constexpr(4):
                     multiply(spec, first_mma if k == 0 else next_mma, part, a, b, group, half, k, stage)
                 warpgroup.commit_group()
-                if const_expr(spec.ordered):
-                    cute.arch.barrier_arrive(barrier_id=3 - group, number_of_threads=256)
                 warpgroup.wait_group(0)
                 if const_expr(half == halves - 1):
                     release(spec, empty + stage, tid)
@@ -278,15 +272,11 @@ def accumulate(
 
 @cute.jit
 def skip(
-    spec: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, tid: Int32, group: Int32, stage: Int32, phase: Int32
+    spec: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, tid: Int32, stage: Int32, phase: Int32
 ):  # fmt: skip
     """Give back a tile's stages unread."""
     for _ in range(spec.k_steps):
         cute.arch.mbarrier_wait(full + stage, phase)
-        if const_expr(spec.ordered):
-            for half in range_constexpr(2):
-                cute.arch.barrier(barrier_id=2 + group, number_of_threads=256)
-                cute.arch.barrier_arrive(barrier_id=3 - group, number_of_threads=256)
         release(spec, empty + stage, tid)
         stage += 1
         if stage == Int32(spec.stages):
@@ -297,9 +287,7 @@ def skip(
 
 def make_mma(kind: Any, columns: int) -> Any:
     """One warpgroup, m64, both operands K-major in shared memory."""
-    return make_trivial_tiled_mma(
-        kind, kind, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, columns)
-    )
+    return make_trivial_tiled_mma(kind, kind, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, columns))
 
 
 def multiply(
@@ -408,8 +396,11 @@ def grouped_gemm_kernel(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         tiled = cute.zipped_divide(tma_weights, (WEIGHT_ROWS, spec.k_tile))
         to, source = cpasync.tma_partition(
-            tma, block_in_cluster() if spec.cluster > 1 else 0, cute.make_layout(spec.cluster),
-            cute.group_modes(weight_tile, 0, 2), cute.group_modes(tiled, 0, 1)
+            tma,
+            block_in_cluster() if spec.cluster > 1 else 0,
+            cute.make_layout(spec.cluster),
+            cute.group_modes(weight_tile, 0, 2),
+            cute.group_modes(tiled, 0, 1),
         )
         produce(
             spec, tma, to, source, dev.shared_address(token_tile.iterator), dev.shared_address(scales),
@@ -427,14 +418,14 @@ def grouped_gemm_kernel(
         cute.arch.cluster_wait()
 
 
-SIGNATURE = "llllllllllllli"
+SIGNATURE = "lllllllllllli"
 
 
 @cute.jit
 def grouped_gemm(
     spec: cutlass.Constexpr, anchor: cute.Tensor,
     weights: Int64, offsets: Int64, slots: Int64, x: Int64, x_stride: Int64, x_scale: Int64, x_scale_stride: Int64,
-    weight_scale: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64, spare: Int64,
+    weight_scale: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
     grid: Int32, stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`grouped_gemm_kernel`; strides in bytes."""
@@ -449,4 +440,7 @@ def grouped_gemm(
     grouped_gemm_kernel(
         spec, tma, tma_weights, offsets, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
         out, out_stride, out_scale, out_scale_stride,
-    ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+    ).launch(
+        grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, use_pdl=True,
+        min_blocks_per_mp=1,
+    )  # fmt: skip

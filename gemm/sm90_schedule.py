@@ -5,8 +5,8 @@ expert, ``group`` token tiles at a time sweep over all column tiles, token tiles
 run at the same time, share a weight tile, and the rows of a group stay in L2 for the sweep. Cluster b computes tiles b,
 b + clusters, …; every warp of it walks the same list by itself. Blocks of a cluster divide a tile's tokens.
 
-Shared memory: ``2·(experts + 1)`` words, filled once a launch: the row offsets and the number of token tiles before each
-expert. A lookup is a binary search (6 loads for 48 experts).
+Shared memory: ``2·(experts + 1)`` words, filled once a launch: the row offsets and the number of token tiles before
+each expert. A lookup is a binary search (6 loads for 48 experts).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fill_schedule(spec: cutlass.Constexpr, offsets: Int64, rows: cute.Tensor, ti
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, tile: Int32, rows: cute.Tensor, tiles: cute.Tensor) -> tuple[Any, Any, Any, Any]:
+def locate(spec: cutlass.Constexpr, tile: Int32, rows: Any, tiles: Any) -> tuple[Any, Any, Any, Any]:
     """``(expert, first row, rows in the block's tile (0 or less: none), column tile)`` of a tile number."""
     columns = Int32(spec.column_tiles)
     token_tile = tile // columns
@@ -67,7 +67,7 @@ def locate(spec: cutlass.Constexpr, tile: Int32, rows: cute.Tensor, tiles: cute.
     row = rows[expert] + (before + rest - column * width) * spec.work_tokens
     left = dev.smaller(rows[expert + 1] - row, Int32(spec.work_tokens))
     if const_expr(spec.cluster > 1):
-        # More than a block's share: the first block is full. Else each takes a warpgroup's 64, which takes half as long.
+        # More than a block holds: the first is full. Else each takes a warpgroup's 64, in half the time.
         share = Int32(spec.tokens) if left > Int32(spec.tokens) else Int32(spec.tokens // 2)
         before_me = block_in_cluster() * share
         row = row + before_me

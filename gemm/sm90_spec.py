@@ -49,7 +49,6 @@ class GroupedSpec:
     activation: Activation | None = None
     cluster: int = 1
     group: int = 16
-    ordered: bool = False
 
     @property
     def swap(self) -> bool:

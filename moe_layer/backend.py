@@ -2,7 +2,7 @@
 
 Kernels announce themselves by GPU architecture and formats::
 
-    register_kernels("sm_90a", "moe_layer.gemm.sm90:Sm90Backend", weights={"bf16"}, activations={"bf16"})
+    register_kernels("sm_90a", "moe_layer.gemm.sm90_backend:Sm90Backend", weights={"bf16"}, activations={"bf16"})
 
 and their module is imported when a layer first needs it, so that ``import moe_layer`` needs neither a GPU nor the CuTe
 DSL. What no kernel serves runs through PyTorch.
@@ -48,6 +48,13 @@ def register_kernels(arch: str, target: str, *, weights: Collection[str], activa
         weights, activations: the format names it takes, in any combination.
     """
     _KERNELS.insert(0, KernelEntry(arch, target, frozenset(weights), frozenset(activations)))
+
+
+ANY_WEIGHTS = {"bf16", "fp8_128x128", "fp8_128x128_ue8m0", "fp8_32x32", "int4", "mxfp4", "mxfp8", "nvfp4"}
+ANY_ACTIVATIONS = {"bf16", "fp8", "mxfp4", "mxfp8", "nvfp4"}
+register_kernels("sm_90a", "moe_layer.gemm.widened:WidenedBackend", weights=ANY_WEIGHTS, activations=ANY_ACTIVATIONS)
+register_kernels("sm_90a", "moe_layer.gemm.sm90_backend:Sm90Backend", weights={"bf16"}, activations={"bf16"})
+register_kernels("sm_90a", "moe_layer.gemm.sm90_backend:Sm90Backend", weights={"fp8_128x128"}, activations={"fp8"})
 
 
 def kernel_entries() -> tuple[KernelEntry, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -448,6 +450,9 @@ class MoELayer(nn.Module):
             index = backend.build_index(
                 received.topk_ids, self.first_expert, len(self.local_experts), local_table=self.local_table
             )
+            # As many as uniform routing gives: kernels choose their tiles by it.
+            share = len(self.local_experts) / self.cfg.n_routed_experts
+            index = replace(index, expected_rows=math.ceil(received.topk_ids.numel() * share))
         with self._stage("fc1"):
             x = fmt.from_wire(received.hidden_states, received.hidden_states_scale, width, self.input_global_scale)
             h = backend.fc1(

@@ -1,0 +1,205 @@
+"""MoE compute on Hopper GPUs: the stages of :class:`ComputeBackend` by this package's kernels.
+
+Serves BF16 weights with BF16 activations, and FP8 (128×128) weights with FP8 (1×128) activations. No stage waits for
+the device or reads anything back, so all of them may be captured in a CUDA graph, once each kernel has run outside of
+one. Shapes that the kernels cannot address (rows that are not whole 16-byte vectors) run through PyTorch, with a
+warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from moe_layer.errors import TensorError
+from moe_layer.gemm.activation import Activation
+from moe_layer.gemm.backend import ComputeBackend
+from moe_layer.gemm.index import ExpertIndex
+from moe_layer.gemm.reference import ReferenceBackend
+from moe_layer.gemm.sm90_spec import SCALE_BLOCK, GroupedSpec
+from moe_layer.gemm.tile_choice import choose_tile
+from moe_layer.gemm.weights import ExpertWeights
+from moe_layer.kernel_cache import get_kernel
+from moe_layer.quant import QuantizedTensor
+
+logger = logging.getLogger(__name__)
+ARCH = "sm_90a"
+# Registry names → operand types of the kernels.
+WEIGHT_DTYPES = {"bf16": "bf16", "fp8_128x128": "fp8"}
+ACTIVATION_DTYPES = {"bf16": "bf16", "fp8": "fp8"}
+VECTOR_BYTES = 16
+
+
+class Sm90Backend(ComputeBackend):
+    """Kernels for sm_90a; see the module's docstring."""
+
+    name: ClassVar[str] = "sm90"
+
+    def __init__(self) -> None:
+        self._reference = ReferenceBackend()
+
+    def build_index(
+        self,
+        topk_ids: torch.Tensor,
+        first_expert: int,
+        num_local_experts: int,
+        *,
+        local_table: torch.Tensor | None = None,
+    ) -> ExpertIndex:
+        return self._reference.build_index(topk_ids, first_expert, num_local_experts, local_table=local_table)
+
+    def fc1(
+        self,
+        x: QuantizedTensor,
+        weights: ExpertWeights,
+        index: ExpertIndex,
+        activation: Activation,
+        output_format: str,
+        *,
+        output_global_scale: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        check_operands("fc1", x, weights, index, parts=2)
+        if ACTIVATION_DTYPES.get(output_format) != WEIGHT_DTYPES[weights.format]:
+            raise TensorError(f"fc1: {weights.format} weights give {x.format} rows here, not {output_format}")
+        if not served(x, weights):
+            return self._reference.fc1(
+                x, weights, index, activation, output_format, output_global_scale=output_global_scale
+            )
+        capacity, device = index.slots.numel(), x.data.device
+        data = torch.empty(capacity, weights.rows, dtype=x.data.dtype, device=device)
+        scale = None
+        if x.scale is not None:
+            scale = torch.empty(capacity, -(-weights.rows // SCALE_BLOCK), dtype=torch.float32, device=device)
+        grouped_gemm(x, weights, index, data, scale, gather=True, activation=activation)
+        return QuantizedTensor(output_format, data, scale, None, weights.rows)
+
+    def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
+        """As :meth:`ComputeBackend.fc2`; BF16 rows."""
+        check_operands("fc2", h, weights, index, parts=1)
+        if not served(h, weights):
+            return self._reference.fc2(h, weights, index)
+        out = torch.empty(h.data.shape[0], weights.rows, dtype=torch.bfloat16, device=h.data.device)
+        grouped_gemm(h, weights, index, out, None, gather=False, activation=None)
+        return out
+
+    def finalize(
+        self, rows: torch.Tensor, index: ExpertIndex, topk_weights: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        return self._reference.finalize(rows, index, topk_weights, output)
+
+
+def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:
+    """Raise TensorError where the operands of a stage do not fit each other, or are none that the kernels know."""
+    if weights.parts != parts:
+        raise TensorError(f"{stage}: weights must have {parts} part(s) an expert, got {weights.parts}")
+    if weights.columns != x.columns:
+        raise TensorError(f"{stage}: rows have {x.columns} columns, but the weights take {weights.columns}")
+    if index.offsets.numel() != weights.num_local_experts + 1:
+        raise TensorError(
+            f"{stage}: the index counts {index.offsets.numel() - 1} local experts, "
+            f"but there are weights of {weights.num_local_experts}"
+        )
+    operands = ACTIVATION_DTYPES.get(x.format), WEIGHT_DTYPES.get(weights.format)
+    if None in operands or operands[0] != operands[1]:
+        raise TensorError(f"{stage}: no kernel multiplies {x.format} rows by {weights.format} weights")
+    for name, tensor in (("rows", x.data), ("weights", weights.data), ("offsets", index.offsets)):
+        if tensor.device.type != "cuda" or tensor.device != x.data.device:
+            raise TensorError(f"{stage}: {name} lie on {tensor.device}, rows on {x.data.device}; kernels need one GPU")
+    if x.data.dim() != 2 or (x.data.numel() and x.data.stride(1) != 1):
+        raise TensorError(f"{stage}: rows must be [rows, K] with contiguous rows, got strides {x.data.stride()}")
+    if not weights.data.is_contiguous() or (weights.scale is not None and not weights.scale.is_contiguous()):
+        raise TensorError(f"{stage}: weights and their scales must be contiguous")
+    if x.scale is not None and x.scale.numel() and x.scale.stride(1) != 1:
+        raise TensorError(f"{stage}: scales must have contiguous rows, got strides {x.scale.stride()}")
+
+
+def served(x: QuantizedTensor, weights: ExpertWeights) -> bool:
+    """Whether the kernels can address the operands: whole 16-byte vectors everywhere."""
+    size = x.data.element_size()
+    vector = VECTOR_BYTES // size
+    widths = weights.rows % max(vector, 8) == 0 and weights.columns % vector == 0
+    aligned = x.data.data_ptr() % VECTOR_BYTES == 0 and (x.data.stride(0) * size) % VECTOR_BYTES == 0
+    if not (widths and aligned and weights.num_local_experts > 0):
+        _warn_unserved(weights.rows, weights.columns, weights.format)
+        return False
+    return True
+
+
+@cache
+def _warn_unserved(n: int, k: int, weight_format: str) -> None:
+    logger.warning(
+        "N = %d, K = %d in %s: rows are not whole 16-byte vectors; these experts run through PyTorch",
+        n,
+        k,
+        weight_format,
+    )
+
+
+def grouped_spec(
+    x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, gather: bool, activation: Activation | None
+) -> GroupedSpec:
+    """What :func:`grouped_gemm` launches for these operands."""
+    dtype = WEIGHT_DTYPES[weights.format]
+    rows = index.slots.numel() if index.expected_rows is None else index.expected_rows
+    tile = choose_tile(ARCH, dtype, rows, weights.num_local_experts)
+    out = dtype if weights.parts == 2 else "bf16"
+    return GroupedSpec(
+        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, out,
+        tile.tokens, gather, activation, tile.cluster,
+    )  # fmt: skip
+
+
+def grouped_gemm(
+    x: QuantizedTensor,
+    weights: ExpertWeights,
+    index: ExpertIndex,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    *,
+    gather: bool,
+    activation: Activation | None,
+) -> None:
+    """Launch one grouped GEMM on the current stream.
+
+    Args:
+        x: ``[S, K]`` read through ``index.slots`` (``gather``), or ``[rows, K]`` in order.
+        out: ``[≥ rows, N]``; rows past ``index.offsets[-1]`` are left as they are. With ``activation`` in ``x``'s
+            element type, else BF16.
+        out_scale: ``[≥ rows, ⌈N/128⌉]`` fp32 for FP8 output, else None.
+        activation: for weights of two parts, or None.
+    """
+    spec = grouped_spec(x, weights, index, gather=gather, activation=activation)
+    kernel: Callable[..., None] = _kernel(spec)
+    x_scale, w_scale = x.scale, weights.scale
+    kernel(
+        _anchor(x.data.device),
+        weights.data.data_ptr(), index.offsets.data_ptr(), index.slots.data_ptr(),
+        x.data.data_ptr(), x.data.stride(0) * x.data.element_size(),
+        0 if x_scale is None else x_scale.data_ptr(), 0 if x_scale is None else x_scale.stride(0) * 4,
+        0 if w_scale is None else w_scale.data_ptr(),
+        out.data_ptr(), out.stride(0) * out.element_size(),
+        0 if out_scale is None else out_scale.data_ptr(), 0 if out_scale is None else out_scale.stride(0) * 4,
+        _multiprocessors(x.data.device) // spec.cluster * spec.cluster,
+    )  # fmt: skip
+
+
+@cache
+def _kernel(spec: GroupedSpec) -> Callable[..., None]:
+    from moe_layer.gemm import sm90_grouped
+
+    return get_kernel(sm90_grouped.grouped_gemm, spec, sm90_grouped.SIGNATURE, ARCH)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _anchor(device: torch.device) -> torch.Tensor:
+    """Tells a launch its device."""
+    return torch.zeros(1, dtype=torch.uint8, device=device)

@@ -1,0 +1,41 @@
+"""Which tile a grouped GEMM uses: a measured table, by the mean number of rows an expert gets.
+
+Experts with more rows than a tile take several tiles of the same weights, which run side by side, so that the weights
+come from memory once all the same: a tile too small costs a little, one too large costs arithmetic on empty rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("tiles.json")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A token tile: ``tokens`` rows a block, ``cluster`` blocks that share each weight tile."""
+
+    tokens: int
+    cluster: int
+
+
+@cache
+def _table(arch: str, dtype: str) -> tuple[tuple[float, Tile], ...]:
+    rows = json.loads(TABLE.read_text())[arch][dtype]
+    return tuple(
+        (float("inf") if row["up_to"] is None else row["up_to"], Tile(row["tokens"], row["cluster"])) for row in rows
+    )
+
+
+def choose_tile(arch: str, dtype: str, rows: int, experts: int) -> Tile:
+    """The tile for ``rows`` rows over ``experts`` experts, as the table for the architecture and operands has it."""
+    mean = rows / max(experts, 1)
+    return next(tile for up_to, tile in _table(arch, dtype) if mean <= up_to)
+
+
+def all_tiles(arch: str, dtype: str) -> tuple[Tile, ...]:
+    """Every tile that :func:`choose_tile` may return: what to compile ahead."""
+    return tuple(dict.fromkeys(tile for _, tile in _table(arch, dtype)))
