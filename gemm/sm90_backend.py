@@ -31,6 +31,12 @@ ARCH = "sm_90a"
 # Registry names → operand types of the kernels.
 WEIGHT_DTYPES = {"bf16": "bf16", "fp8_128x128": "fp8"}
 ACTIVATION_DTYPES = {"bf16": "bf16", "fp8": "fp8"}
+# FC1's output by operand type; FP32 is for whoever quantizes it further.
+OUTPUT_DTYPES = {
+    "bf16": {"bf16": torch.bfloat16, "fp32": torch.float32},
+    "fp8": {"fp8": torch.float8_e4m3fn},
+}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 VECTOR_BYTES = 16
 
 
@@ -63,16 +69,17 @@ class Sm90Backend(ComputeBackend):
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
         check_operands("fc1", x, weights, index, parts=2)
-        if ACTIVATION_DTYPES.get(output_format) != WEIGHT_DTYPES[weights.format]:
-            raise TensorError(f"fc1: {weights.format} weights give {x.format} rows here, not {output_format}")
+        dtype = OUTPUT_DTYPES[WEIGHT_DTYPES[weights.format]].get(output_format)
+        if dtype is None:
+            raise TensorError(f"fc1: {weights.format} weights give no {output_format} rows here")
         if not served(x, weights):
             return self._reference.fc1(
                 x, weights, index, activation, output_format, output_global_scale=output_global_scale
             )
         capacity, device = index.slots.numel(), x.data.device
-        data = torch.empty(capacity, weights.rows, dtype=x.data.dtype, device=device)
+        data = torch.empty(capacity, weights.rows, dtype=dtype, device=device)
         scale = None
-        if x.scale is not None:
+        if output_format == "fp8":
             scale = torch.empty(capacity, -(-weights.rows // SCALE_BLOCK), dtype=torch.float32, device=device)
         grouped_gemm(x, weights, index, data, scale, gather=True, activation=activation)
         return QuantizedTensor(output_format, data, scale, None, weights.rows)
@@ -140,15 +147,20 @@ def _warn_unserved(n: int, k: int, weight_format: str) -> None:
 
 
 def grouped_spec(
-    x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, gather: bool, activation: Activation | None
+    x: QuantizedTensor,
+    weights: ExpertWeights,
+    index: ExpertIndex,
+    out: torch.dtype,
+    *,
+    gather: bool,
+    activation: Activation | None,
 ) -> GroupedSpec:
     """What :func:`grouped_gemm` launches for these operands."""
     dtype = WEIGHT_DTYPES[weights.format]
     rows = index.slots.numel() if index.expected_rows is None else index.expected_rows
     tile = choose_tile(ARCH, dtype, rows, weights.num_local_experts)
-    out = dtype if weights.parts == 2 else "bf16"
     return GroupedSpec(
-        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, out,
+        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, DTYPE_NAMES[out],
         tile.tokens, gather, activation, tile.cluster,
     )  # fmt: skip
 
@@ -167,12 +179,12 @@ def grouped_gemm(
 
     Args:
         x: ``[S, K]`` read through ``index.slots`` (``gather``), or ``[rows, K]`` in order.
-        out: ``[≥ rows, N]``; rows past ``index.offsets[-1]`` are left as they are. With ``activation`` in ``x``'s
-            element type, else BF16.
+        out: ``[≥ rows, N]`` BF16 or FP32, or FP8 with FP8 operands; rows past ``index.offsets[-1]`` are left as they
+            are.
         out_scale: ``[≥ rows, ⌈N/128⌉]`` fp32 for FP8 output, else None.
         activation: for weights of two parts, or None.
     """
-    spec = grouped_spec(x, weights, index, gather=gather, activation=activation)
+    spec = grouped_spec(x, weights, index, out.dtype, gather=gather, activation=activation)
     kernel: Callable[..., None] = _kernel(spec)
     x_scale, w_scale = x.scale, weights.scale
     kernel(

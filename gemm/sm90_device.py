@@ -149,4 +149,3 @@ def select_f32(condition: Any, yes: Float32, no: Float32) -> Float32:
     if condition:
         out = yes
     return out
-

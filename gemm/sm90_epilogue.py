@@ -94,7 +94,18 @@ def store_wide(
     mine = staging + (group * 4 + warp) * (16 * 128)
     groups = spec.tile_features // 8
     line = mine + (lane // 4) * 128  # rows lane/4 and lane/4 + 8 exchange chunks alike
-    if const_expr(spec.out == "bf16"):
+    if const_expr(spec.out == "fp32"):
+        for p in range_constexpr(groups // 4):
+            for g in range_constexpr(4):
+                chunk = 2 * g + lane % 4 // 2
+                for h in range_constexpr(2):
+                    at = line + h * 1024 + ((chunk ^ (lane // 4)) * 16) + (lane % 2) * 8
+                    for i in range_constexpr(2):
+                        dev.store_shared_u32(at + i * 4, dev.f32_to_bits(wide_value(spec, sums, 4 * p + g, h, i)))
+            cute.arch.sync_warp()
+            store_lines(spec, mine, lane, own, row, count, column * (spec.tile_features * 4) + p * 128, out, out_stride)
+            cute.arch.sync_warp()
+    elif const_expr(spec.out == "bf16"):
         for p in range_constexpr(groups // 8):
             for g in range_constexpr(8):
                 for h in range_constexpr(2):
@@ -138,7 +149,7 @@ def store_lines(
 ):  # fmt: skip
     """A warp's 16 rows of 128 bytes from shared to global memory, up to the row's end and the tile's last token."""
     chunk = lane % 8
-    row_bytes = spec.n * (2 if spec.out == "bf16" else 1)
+    row_bytes = spec.n * spec.out_bytes
     to = out + Int64(row + own) * out_stride
     for q in range_constexpr(4):
         r = lane // 8 + 4 * q
@@ -182,16 +193,17 @@ def store_staged(
     spec: cutlass.Constexpr, staging: Int32, tid: Int32, row: Int32, count: Int32, column: Int32,
     out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
 ):  # fmt: skip
-    """The staged tokens' rows, by all consumers, 16 bytes a thread (BF16) or a token a warp (FP8)."""
+    """The staged tokens' rows, by all consumers, 16 bytes a thread (BF16, FP32) or a token a warp (FP8)."""
     lane = tid % WARP
-    if const_expr(spec.out == "bf16"):
-        per_row = spec.tile_features // 8
+    if const_expr(spec.out != "fp8"):
+        width = 16 // spec.out_bytes
+        per_row = spec.tile_features // width
         for v in range(tid, count * per_row, CONSUMERS):
             token, chunk = v // per_row, v % per_row
             vector = dev.load_shared_v4(staging + token * spec.staging_row_bytes + chunk * 16)
-            feature = column * spec.tile_features + chunk * 8
+            feature = column * spec.tile_features + chunk * width
             if feature < Int32(spec.n):
-                dev.store_v4(out + Int64(row + token) * out_stride + Int64(feature) * 2, vector)
+                dev.store_v4(out + Int64(row + token) * out_stride + Int64(feature) * spec.out_bytes, vector)
     else:
         for token in range(tid // WARP, count, CONSUMERS // WARP):
             words = dev.load_shared_v4(staging + token * spec.staging_row_bytes + lane * 16)

@@ -6,7 +6,7 @@ up of the same output in neighbouring registers and the activation costs no exch
 
 Two shapes of the product, from the same operands in shared memory:
 
-* *swapped* (8 … 64 tokens a tile): weights are WGMMA's M, tokens its N. A consumer warpgroup takes 128 weight rows
+* *swapped* (8 … 96 tokens a tile): weights are WGMMA's M, tokens its N. A consumer warpgroup takes 128 weight rows
   (two m64) and all tokens. Bound by the stream of weights.
 * *wide* (128 tokens): tokens are M, weights N. A warpgroup takes 64 tokens and all 256 weight rows (BF16: one n256;
   FP8: two n128, one at a time). Bound by the tensor cores.
@@ -123,7 +123,8 @@ def produce(
             if step * STAGE_ROW_BYTES + chunk * 16 >= Int32(spec.k * spec.element_bytes):
                 size = Int32(0)
             for i in range_constexpr(copies):
-                if const_expr(spec.tokens >= 16) or first < Int32(spec.tokens):
+                # Rows past the tile's last keep what was there before: nothing of them is stored.
+                if first + 16 * i < count:
                     dev.copy_16(
                         target + stage * spec.token_stage_bytes + i * (16 * STAGE_ROW_BYTES),
                         x + Int64(sources[i]) * x_stride + Int64(step * STAGE_ROW_BYTES + chunk * 16),
@@ -131,7 +132,7 @@ def produce(
                     )
             if const_expr(spec.scaled):
                 to = scales_to + stage * (4 * spec.scale_stage_floats)
-                if tid < Int32(spec.tokens):
+                if tid < count:
                     dev.copy_4(to + tid * 4, scale_source + Int64(step) * 4)
                 if tid < Int32(2):
                     dev.copy_4(to + spec.tokens * 4 + tid * 4, weight_scales + Int64(step) * 4)
@@ -146,7 +147,7 @@ def produce(
 
 @cute.jit
 def row_number(spec: cutlass.Constexpr, slots: Int64, row: Int32, count: Int32, token: Int32) -> Int32:
-    """A token's row of ``x``; tokens past the tile's end read its last row again (their results are not stored)."""
+    """A token's row of ``x``; past the tile's end, its last row's."""
     index = row + dev.smaller(token, count - 1)
     if const_expr(spec.gather):
         index = dev.load_i32(slots + Int64(index) * 4)

@@ -12,7 +12,7 @@ THREADS = WARPGROUP * (1 + CONSUMER_WARPGROUPS)
 WEIGHT_ROWS = 256  # rows of the weight tile: what two warpgroups hold in registers beside 128 tokens
 STAGE_ROW_BYTES = 128  # of K a stage: the widest swizzle, so that WGMMA reads shared memory without conflicts
 SCALE_BLOCK = 128  # FP8: K values a token scale covers, and rows and columns a weight scale covers
-SWAP_TOKENS = (8, 16, 32, 64)  # token tiles with tokens as WGMMA's N
+SWAP_TOKENS = (8, 16, 32, 64, 96)  # token tiles with tokens as WGMMA's N
 WIDE_TOKENS = 128  # token tile with tokens as WGMMA's M
 STAGED_TOKENS = 32  # of the swapped epilogue at a time: with 64, FP8 would lose a stage
 SHARED_MEMORY = 232448  # bytes a block of sm_90 may use
@@ -29,8 +29,8 @@ class GroupedSpec:
         parts: 2 for FC1 (gate and up, joined by ``activation``), 1 for FC2.
         n: output features of a part; k: their length. ``k`` values fill whole 16-byte vectors.
         dtype: ``"bf16"`` or ``"fp8"`` (E4M3 with 1×128 token scales and 128×128 weight scales) of both operands.
-        out: ``"bf16"``, or ``"fp8"`` with a scale for every 128 features of a row.
-        tokens: rows of the token tile; up to 64 with tokens as WGMMA's N (weights as M), 128 with tokens as M.
+        out: ``"bf16"``, ``"fp32"``, or ``"fp8"`` with a scale for every 128 features of a row.
+        tokens: rows of the token tile; up to 96 with tokens as WGMMA's N (weights as M), 128 with tokens as M.
         gather: rows of ``x`` are read through the slot list (FC1), else in order.
         activation: of FC1.
         cluster: blocks (1 or 2) that share each weight tile, every one with token tiles of its own: half the weights
@@ -54,6 +54,11 @@ class GroupedSpec:
     def swap(self) -> bool:
         """Whether weights are WGMMA's M operand."""
         return self.tokens != WIDE_TOKENS
+
+    @property
+    def out_bytes(self) -> int:
+        """Of an output element."""
+        return {"bf16": 2, "fp32": 4, "fp8": 1}[self.out]
 
     @property
     def element_bytes(self) -> int:
@@ -118,7 +123,7 @@ class GroupedSpec:
     @property
     def staging_row_bytes(self) -> int:
         """A token's row in the swapped epilogue; 16 bytes more than its features, against bank conflicts."""
-        return self.tile_features * (4 if self.out == "fp8" else 2) + 16
+        return self.tile_features * (2 if self.out == "bf16" else 4) + 16
 
     @property
     def stages(self) -> int:

@@ -53,7 +53,7 @@ class WidenedBackend(ComputeBackend):
         *,
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        h = self._kernels.fc1(widen_rows(x), self._wide(weights), index, activation, "bf16").data
+        h = self._kernels.fc1(widen_rows(x), self._wide(weights), index, activation, "fp32").data
         scale = None
         if output_global_scale is not None:
             # Rows are grouped by expert; those past the last one get whatever scale.

@@ -26,6 +26,9 @@ SPECS = {
     "V3 FC2 FP8, 16": GroupedSpec(32, 1, 7168, 2048, "fp8", "bf16", 16, False),
     "V4.1 FC2 BF16, wide": GroupedSpec(48, 1, 5120, 2304, "bf16", "bf16", 128, False, None, 2),
     "K3 FC1 BF16, SiTU, wide": GroupedSpec(112, 2, 3072, 3584, "bf16", "bf16", 128, True, SITU, 2),
+    "V4.1 FC1 FP8, 96": GroupedSpec(48, 2, 2304, 5120, "fp8", "fp8", 96, True, CLAMPED),
+    "V4.1 FC1 to FP32, wide": GroupedSpec(48, 2, 2304, 5120, "bf16", "fp32", 128, True, CLAMPED),
+    "V4.1 FC1 to FP32, 32": GroupedSpec(48, 2, 2304, 5120, "bf16", "fp32", 32, True, CLAMPED),
     "512 experts, odd widths": GroupedSpec(512, 2, 192, 200, "bf16", "bf16", 64, True, SWIGLU),
 }
 
