@@ -82,7 +82,7 @@ def weight_tensor(spec: GroupedSpec, weights: Int64) -> Any:
 def produce(
     spec: cutlass.Constexpr, tma: cute.CopyAtom, weights_to: cute.Tensor, weights_from: cute.Tensor,
     tokens_to: Int32, scales_to: Int32, full: cute.Pointer, empty: cute.Pointer,
-    rows: cute.Tensor, tiles: cute.Tensor, slots: Int64, x: Int64, x_stride: Int64,
+    rows: cute.Tensor, order: cute.Tensor, tiles: cute.Tensor, slots: Int64, x: Int64, x_stride: Int64,
     x_scale: Int64, x_scale_stride: Int64, weight_scale: Int64,
 ):  # fmt: skip
     """The producer warpgroup's work."""
@@ -97,7 +97,7 @@ def produce(
     target = tokens_to + first * STAGE_ROW_BYTES + ((chunk ^ (first % 8)) * 16)
     stage, phase = Int32(0), Int32(1)
     for tile in range(block, total, grid):
-        expert, row, count, column = locate(spec, tile, rows, tiles)
+        expert, row, count, column = locate(spec, tile, rows, order, tiles)
         # Row numbers, not addresses: half the registers.
         sources = [row_number(spec, slots, row, count, first + 16 * i) for i in range(copies)]
         scale_source = Int64(0)
@@ -169,7 +169,7 @@ def scale_offset(spec: GroupedSpec, expert: Int32, column: Int32, which: Int32) 
 @cute.jit
 def consume(
     spec: cutlass.Constexpr, weight_tile: cute.Tensor, token_tile: cute.Tensor, scales: Int32, staging: Int32,
-    full: cute.Pointer, empty: cute.Pointer, rows: cute.Tensor, tiles: cute.Tensor,
+    full: cute.Pointer, empty: cute.Pointer, rows: cute.Tensor, order: cute.Tensor, tiles: cute.Tensor,
     out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
 ):  # fmt: skip
     """A consumer warpgroup's work."""
@@ -193,7 +193,7 @@ def consume(
     sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(halves)]
     stage, phase = Int32(0), Int32(0)
     for tile in range(block, total, grid):
-        _, row, count, column = locate(spec, tile, rows, tiles)
+        _, row, count, column = locate(spec, tile, rows, order, tiles)
         # A warpgroup whose rows are all past the tile's end only keeps the pipeline going.
         working = Int32(1)
         if const_expr(not spec.swap):
@@ -210,7 +210,7 @@ def consume(
             )
         elif working != Int32(0):
             # Looked up again rather than kept: the main loop needs the registers.
-            _, row, count, column = locate(spec, tile, rows, tiles)
+            _, row, count, column = locate(spec, tile, rows, order, tiles)
             store_wide(
                 spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride
             )
@@ -372,6 +372,7 @@ def grouped_gemm_kernel(
     staging = smem.allocate(spec.staging_bytes, 128)
     scales = smem.allocate(4 * spec.stages * spec.scale_stage_floats, 16) if spec.scaled else staging
     rows = cute.make_tensor(smem.allocate_array(Int32, spec.experts + 1), cute.make_layout(spec.experts + 1))
+    order = cute.make_tensor(smem.allocate_array(Int32, spec.experts + 1), cute.make_layout(spec.experts + 1))
     tiles = cute.make_tensor(smem.allocate_array(Int32, spec.experts + 1), cute.make_layout(spec.experts + 1))
     full = smem.allocate_array(Int64, spec.stages)
     empty = smem.allocate_array(Int64, spec.stages)
@@ -386,7 +387,7 @@ def grouped_gemm_kernel(
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if warp == Int32(0):
-        fill_schedule(spec, offsets, rows, tiles, tid % WARP)
+        fill_schedule(spec, offsets, rows, order, tiles, tid % WARP)
     if const_expr(spec.cluster > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -405,13 +406,13 @@ def grouped_gemm_kernel(
         )
         produce(
             spec, tma, to, source, dev.shared_address(token_tile.iterator), dev.shared_address(scales),
-            full, empty, rows, tiles, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
+            full, empty, rows, order, tiles, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
             spec, weight_tile, token_tile, dev.shared_address(scales), dev.shared_address(staging),
-            full, empty, rows, tiles, out, out_stride, out_scale, out_scale_stride,
+            full, empty, rows, order, tiles, out, out_stride, out_scale, out_scale_stride,
         )  # fmt: skip
     if const_expr(spec.cluster > 1):
         # No block ends while another may still write into its shared memory.

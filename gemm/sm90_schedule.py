@@ -2,11 +2,16 @@
 
 Work is (expert, token tile, column tile), numbered expert by expert; experts without rows have no number. Within an
 expert, ``group`` token tiles at a time sweep over all column tiles, token tiles innermost: neighbours in number, which
-run at the same time, share a weight tile, and the rows of a group stay in L2 for the sweep. Cluster b computes tiles b,
-b + clusters, …; every warp of it walks the same list by itself. Blocks of a cluster divide a tile's tokens.
+run at the same time, share a weight tile, and the rows of a group stay in L2 for the sweep. Blocks of a cluster divide
+a tile's tokens. Cluster b computes the tiles at positions b, b + clusters, …; every warp of it walks the same list by
+itself.
 
-Shared memory: ``2·(experts + 1)`` words, filled once a launch: the row offsets and the number of token tiles before
-each expert. A lookup is a binary search (6 loads for 48 experts).
+In the wide kernels experts come by falling number of rows, and every ``WEAVE``-th position takes its tile from the end:
+tiles of crowded experts, bound by arithmetic, run beside tiles of the others, bound by their weights' bytes. With even
+loads this changes nothing; with 90 % of the rows in one expert, see docs/performance.md.
+
+Shared memory: ``3·(experts + 1)`` words, filled once a launch: row offsets, the experts' order, the number of token
+tiles before each in that order. A lookup is a binary search (6 loads for 48 experts).
 """
 
 from __future__ import annotations
@@ -20,32 +25,71 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.sm90_spec import WARP
 
+# Coprime to the 66 clusters and 132 blocks of an H200, so that every one of them takes its share from the end.
+WEAVE = 5
+# Ordering takes experts² / 32 steps of a warp: beyond this many experts the order stays.
+ORDERED_EXPERTS = 128
+
 
 @cute.jit
-def fill_schedule(spec: cutlass.Constexpr, offsets: Int64, rows: cute.Tensor, tiles: cute.Tensor, lane: Int32):
-    """By one warp: ``rows[e]`` = first row of expert e, ``tiles[e]`` = token tiles before expert e."""
-    carry = Int32(0)
-    for chunk in range_constexpr(-(-(spec.experts + 1) // WARP)):
+def fill_schedule(
+    spec: cutlass.Constexpr, offsets: Int64, rows: Any, order: Any, tiles: Any, lane: Int32
+):  # fmt: skip
+    """By one warp: first rows of the experts; experts by position; token tiles before each position."""
+    experts = spec.experts
+    chunks = -(-(experts + 1) // WARP)
+    for chunk in range_constexpr(chunks):
         e = Int32(chunk * WARP) + lane
-        inside = e < Int32(spec.experts)
-        first = dev.load_i32(offsets + Int64(e if e <= Int32(spec.experts) else Int32(spec.experts)) * 4)
-        last = dev.load_i32(offsets + Int64(e + 1 if inside else Int32(spec.experts)) * 4)
-        own = (last - first + Int32(spec.work_tokens - 1)) // Int32(spec.work_tokens) if inside else Int32(0)
+        if e <= Int32(experts):
+            rows[e] = dev.load_i32(offsets + Int64(e) * 4)
+            order[e] = e
+    cute.arch.sync_warp()
+    if const_expr(not spec.swap and experts <= ORDERED_EXPERTS):
+        for chunk in range_constexpr(-(-experts // WARP)):
+            e = Int32(chunk * WARP) + lane
+            mine = e if e < Int32(experts) else Int32(0)
+            own = rows[mine + 1] - rows[mine]
+            position = Int32(0)
+            for other in cutlass.range(experts, unroll=8):
+                theirs = rows[other + 1] - rows[other]
+                if theirs > own or (theirs == own and other < mine):
+                    position = position + 1
+            if e < Int32(experts):
+                order[position] = e
+        cute.arch.sync_warp()
+    carry = Int32(0)
+    for chunk in range_constexpr(chunks):
+        position = Int32(chunk * WARP) + lane
+        own = Int32(0)
+        if position < Int32(experts):
+            e = order[position]
+            own = (rows[e + 1] - rows[e] + Int32(spec.work_tokens - 1)) // Int32(spec.work_tokens)
         total = own
         for step in range_constexpr(5):
             below = cute.arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
             if lane >= Int32(1 << step):
                 total = total + below
-        if e <= Int32(spec.experts):
-            rows[e] = first
-            tiles[e] = carry + total - own
+        if position <= Int32(experts):
+            tiles[position] = carry + total - own
         carry = carry + cute.arch.shuffle_sync(total, WARP - 1)
 
 
 @cute.jit
-def locate(spec: cutlass.Constexpr, tile: Int32, rows: Any, tiles: Any) -> tuple[Any, Any, Any, Any]:
-    """``(expert, first row, rows in the block's tile (0 or less: none), column tile)`` of a tile number."""
+def locate(
+    spec: cutlass.Constexpr, position: Int32, rows: Any, order: Any, tiles: Any
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """``(expert, first row, rows in the block's tile (0 or less: none), column tile)`` at a position of the list."""
     columns = Int32(spec.column_tiles)
+    tile = position
+    if const_expr(not spec.swap):
+        total = tiles[spec.experts] * columns
+        turn = position // WEAVE
+        if position < total // WEAVE * WEAVE:
+            tile = position - turn
+            if position % WEAVE == Int32(WEAVE - 1):
+                tile = total - 1 - turn
+        else:
+            tile = position - total // WEAVE
     token_tile = tile // columns
     # The last expert whose first tile is not after this one.
     low, high = Int32(0), Int32(spec.experts)
@@ -55,9 +99,9 @@ def locate(spec: cutlass.Constexpr, tile: Int32, rows: Any, tiles: Any) -> tuple
             low = middle
         else:
             high = middle
-    expert = low
-    first_tile = tiles[expert]
-    count = tiles[expert + 1] - first_tile
+    expert = order[low]
+    first_tile = tiles[low]
+    count = tiles[low + 1] - first_tile
     local = tile - first_tile * columns
     group = spec.group // spec.cluster
     before = local // (columns * group) * group

@@ -127,6 +127,6 @@ class GroupedSpec:
 
     @property
     def stages(self) -> int:
-        fixed = self.staging_bytes + 8 * (self.experts + 1) + 1024 + 512
+        fixed = self.staging_bytes + 12 * (self.experts + 1) + 1024 + 512
         stage = self.weight_stage_bytes + self.token_stage_bytes + 4 * self.scale_stage_floats + 16
         return min(8, (SHARED_MEMORY - fixed) // stage)
