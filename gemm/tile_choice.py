@@ -7,9 +7,13 @@ come from memory once all the same: a tile too small costs a little, one too lar
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from moe_layer.gemm.sm90_spec import WIDE_TOKENS
 
 TABLE = Path(__file__).with_name("tiles.json")
 
@@ -30,8 +34,26 @@ def _table(arch: str, dtype: str) -> tuple[tuple[float, Tile], ...]:
     )
 
 
+_forced: list[Tile] = []
+
+
+@contextmanager
+def forced_tile(tokens: int | None) -> Iterator[None]:
+    """Inside, every choice is this tile (for measurements); None: the table's."""
+    if tokens is None:
+        yield
+        return
+    _forced.append(Tile(tokens, 2 if tokens == WIDE_TOKENS else 1))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
 def choose_tile(arch: str, dtype: str, rows: int, experts: int) -> Tile:
     """The tile for ``rows`` rows over ``experts`` experts, as the table for the architecture and operands has it."""
+    if _forced:
+        return _forced[-1]
     mean = rows / max(experts, 1)
     return next(tile for up_to, tile in _table(arch, dtype) if mean <= up_to)
 
