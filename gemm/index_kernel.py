@@ -82,12 +82,13 @@ def load_quad_past_l1(addr: Int64, valid: Any) -> Any:
     )
 
 
-def load_cluster(shared: Int32, block: int) -> Int32:
-    """The word at the same shared-memory address in another block of the cluster."""
-    return inline_ptx(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, {$r0}, {$r1};\nld.shared::cluster.b32 {$w0}, [there];\n}",
-        write_only_types=[Int32],
-        read_only_args=[shared, Int32(block)],
+def send(shared: Int32, barrier: Int32, block: int, value: Int32) -> None:
+    """Store a word at the same shared-memory address in a block of the cluster; its barrier counts the 4 bytes."""
+    inline_ptx(
+        "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, {$r0}, {$r2};\n"
+        "mapa.shared::cluster.u32 bar, {$r1}, {$r2};\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], {$r3}, [bar];\n}",
+        read_only_args=[shared, barrier, Int32(block), value],
     )
 
 
@@ -251,15 +252,14 @@ def count_kernel(
 
 @cute.jit
 def rank_tile(
-    spec: cutlass.Constexpr, found: Any, steps: Int32, first: Int32, tid: Int32,
-    table: cute.Tensor, counter: cute.Tensor, counted: cute.Tensor, sums: cute.Tensor,
+    spec: cutlass.Constexpr, found: Any, steps: Int32, first: Int32, tid: Int32, table: cute.Tensor,
+    counter: cute.Tensor,
 ) -> Any:  # fmt: skip
-    """Rank and scan; the counters are zeros before.
+    """Rank; the counters are zeros before.
 
     Returns:
         (each step's expert, each step's number among the warp's selections of that expert, thread e's count of expert
-        e, the first place of expert e). After the next barrier ``counted[e]`` has the counts, and ``counted[experts]``
-        their sum.
+        e in the tile).
     """
     at = (tid // WARP) * (spec.experts + 1)
     experts = [local_expert(spec, found[s], first, table) for s in range(spec.steps)]
@@ -271,24 +271,34 @@ def rank_tile(
             number = count_step(counter, at + experts[s], mates[s])
         numbers.append(number)
     cute.arch.sync_threads()
-
-    mine = tid < Int32(spec.experts)
     own = Int32(0)
-    if mine:
+    if tid < Int32(spec.experts):
         for w in range_constexpr(spec.warps):
             own = own + counter[w * (spec.experts + 1) + tid]
+    return experts, numbers, own
+
+
+@cute.jit
+def scan_tile(
+    spec: cutlass.Constexpr, own: Int32, tid: Int32, counter: cute.Tensor, rows_here: cute.Tensor, sums: cute.Tensor
+) -> Int32:
+    """Turn the counters into places in the tile; ends with a barrier, after which ``rows_here[0]`` is the tile's rows.
+
+    Returns:
+        the first place of expert e, in thread e.
+    """
     place = scan_experts(spec, own, sums, tid)
-    if mine:
+    if tid < Int32(spec.experts):
         # The counters are read again: more registers would keep the two launches from running side by side.
         running = place
         for w in range_constexpr(spec.warps):
             of_warp = counter[w * (spec.experts + 1) + tid]
             counter[w * (spec.experts + 1) + tid] = running
             running = running + of_warp
-        counted[tid] = own
         if tid == Int32(spec.experts - 1):
-            counted[spec.experts] = running
-    return experts, numbers, own, place
+            rows_here[0] = running
+    cute.arch.sync_threads()
+    return place
 
 
 @cute.jit
@@ -309,7 +319,7 @@ def stage_tile(
 @cute.jit
 def write_tile(
     spec: cutlass.Constexpr, experts: Any, places: Any, steps: Int32, start: Int32, end: Int32, tid: Int32,
-    counted: cute.Tensor, staged: cute.Tensor, shift: cute.Tensor, slots: Int64, rows: Int64,
+    rows_here: cute.Tensor, staged: cute.Tensor, shift: cute.Tensor, slots: Int64, rows: Int64,
 ):  # fmt: skip
     """``rows`` of the tile's selections and ``slots`` of its rows; ``shift[e]`` leads from a place to its row."""
     found = [places[s] + shift[experts[s]] for s in range(spec.steps)]
@@ -318,7 +328,7 @@ def write_tile(
         row = found[s] if experts[s] < Int32(spec.experts) else Int32(-1)
         if Int32(s * WARP) < end:
             store(to + s * WARP * 4, row)
-    for place in range(tid, counted[spec.experts], spec.threads):
+    for place in range(tid, rows_here[0], spec.threads):
         word = staged[place]
         i = Uint32(start + (word & Int32((1 << EXPERT_SHIFT) - 1)))
         store(slots + Int64(place + shift[word >> EXPERT_SHIFT]) * 4, Int32(i // Uint32(spec.top_k)))
@@ -363,7 +373,7 @@ def place_kernel(
     smem = SmemAllocator()
     counter = words(smem, spec.warps * (spec.experts + 1))
     staged = words(smem, spec.tile)
-    counted = words(smem, spec.experts + 1)
+    rows_here = words(smem, 1)
     total = words(smem, spec.counts_row)
     before = words(smem, spec.counts_row)
     shift = words(smem, spec.experts + 1)
@@ -395,13 +405,13 @@ def place_kernel(
     found = load_ids(spec, ids, stride, start, steps, end, tid)
     load_table(spec, table_source, table, tid)
     cute.arch.sync_threads()
-    experts, numbers, own, place = rank_tile(spec, found, steps, first, tid, table, counter, counted, sums)
+    experts, numbers, own = rank_tile(spec, found, steps, first, tid, table, counter)
     if const_expr(spec.blocks > 1):
         if mine:
             here = address(received) + (block * spec.experts + tid) * 4
             for r in range_constexpr(spec.blocks):
                 send(here, Int32(arrivals.toint()), r, own)
-    cute.arch.sync_threads()
+    place = scan_tile(spec, own, tid, counter, rows_here, sums)
     places = stage_tile(spec, experts, numbers, steps, tid, counter, staged)
 
     # --- exchange ---------------------------------------------------------------------------------------------------
@@ -433,7 +443,7 @@ def place_kernel(
             if tid == Int32(spec.experts - 1):
                 store(offsets + spec.experts * 4, offset + everyone)
     cute.arch.sync_threads()
-    write_tile(spec, experts, places, steps, start, end, tid, counted, staged, shift, slots, rows)
+    write_tile(spec, experts, places, steps, start, end, tid, rows_here, staged, shift, slots, rows)
 
     # --- further tiles of the chunk, with the offsets known -----------------------------------------------------------
     if const_expr(spec.blocks == 0):
@@ -445,14 +455,14 @@ def place_kernel(
             end = limit(length - tile, steps, tid)
             found = load_ids(spec, ids, stride, start + tile, steps, end, tid)
             cute.arch.sync_threads()
-            experts, numbers, own, place = rank_tile(spec, found, steps, first, tid, table, counter, counted, sums)
+            experts, numbers, own = rank_tile(spec, found, steps, first, tid, table, counter)
+            place = scan_tile(spec, own, tid, counter, rows_here, sums)
             if mine:
                 shift[tid] = base - place
             base = base + own
-            cute.arch.sync_threads()
             places = stage_tile(spec, experts, numbers, steps, tid, counter, staged)
             cute.arch.sync_threads()
-            write_tile(spec, experts, places, steps, start + tile, end, tid, counted, staged, shift, slots, rows)
+            write_tile(spec, experts, places, steps, start + tile, end, tid, rows_here, staged, shift, slots, rows)
 
 
 @cute.jit
@@ -466,7 +476,13 @@ def build_index_kernels(
         count_kernel(spec, ids, stride, table, first, selections, chunk, counts).launch(
             grid=[blocks, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
         )
-    place_kernel(spec, ids, stride, table, first, selections, chunk, offsets, slots, rows, counts, blocks).launch(
-        grid=[blocks, 1, 1], block=[spec.threads, 1, 1], cluster=[max(1, spec.blocks), 1, 1], stream=stream,
-        use_pdl=True, min_blocks_per_mp=1,
-    )  # fmt: skip
+    place = place_kernel(spec, ids, stride, table, first, selections, chunk, offsets, slots, rows, counts, blocks)
+    if const_expr(spec.blocks > 1):
+        place.launch(
+            grid=[blocks, 1, 1], block=[spec.threads, 1, 1], cluster=[spec.blocks, 1, 1], stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+    else:
+        place.launch(
+            grid=[blocks, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
