@@ -1,8 +1,8 @@
 """The finalize kernel (paper §3.3): each slot's FC2 rows, weighted and summed, into the combine workspace.
 
-``output[slot] = round(((0 + w_a·row_a) + w_b·row_b) + …)`` over the slot's local selections a < b < …; every product and
-every sum rounded to FP32 by itself (no fused multiply-add), so that the bits are those of the PyTorch reference. Slots
-without a local row are not touched, and weights of selections elsewhere do not matter.
+``output[slot] = round(((0 + w_a·row_a) + w_b·row_b) + …)`` over the slot's local selections a < b < …; every product
+and every sum rounded to FP32 by itself (no fused multiply-add), so that the bits are those of the PyTorch reference.
+Slots without a local row are not touched, and weights of selections elsewhere do not matter.
 
 A unit of work is (slot, part of the row), one warp's; all warps are alike, need no shared memory and never meet. Warp w
 computes units w, w + warps, …, neighbours in number side by side. It looks up several units at a time, lane t selection
@@ -15,7 +15,8 @@ multiprocessor (4.3 TB/s at 1 µs is 33 KiB); for few, blocks of 4 warps with na
 rows at once. Rows are read once and pass by L1.
 
 Predicted for an H200: 2.0 µs for 8 slots of 7168 in a chain of PDL launches (empty kernel 0.7, two loads from L2 one
-after the other 0.6, the rest block start, arithmetic and stores); ≥ 90 % of copy rate from 4096 slots. Not measured yet.
+after the other 0.6, the rest block start, arithmetic and stores); ≥ 90 % of copy rate from 4096 slots. Not
+measured yet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 from cutlass.cute.arch import inline_ptx
 
 from moe_layer.gemm import sm90_device as dev
@@ -158,7 +159,7 @@ def sum_rows(
         loaded = []
         factors = []
         some = []
-        for r in range_constexpr(spec.rows):
+        for _ in range_constexpr(spec.rows):
             present = mask != Uint32(0)
             lowest = lowest_bit(mask)
             lane = lowest if present else Int32(0)
@@ -221,6 +222,6 @@ def finalize_rows(
     output: Int64, output_stride: Int64, units: Int32, grid: Int32, stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`finalize_rows_kernel` on ``anchor``'s current stream; strides in bytes."""
-    finalize_rows_kernel(
-        spec, rows, row_stride, rows_of, weights, weight_stride, output, output_stride, units
-    ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
+    finalize_rows_kernel(spec, rows, row_stride, rows_of, weights, weight_stride, output, output_stride, units).launch(
+        grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+    )

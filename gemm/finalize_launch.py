@@ -106,9 +106,7 @@ def finalize_kernel(spec: FinalizeSpec, arch: str) -> Callable[..., None]:
     return get_kernel(finalize_rows, spec, SIGNATURE, arch)
 
 
-def finalize(
-    rows: torch.Tensor, index: ExpertIndex, topk_weights: torch.Tensor, output: torch.Tensor
-) -> torch.Tensor:
+def finalize(rows: torch.Tensor, index: ExpertIndex, topk_weights: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Weight and sum each slot's rows into ``output[slot]``, as :meth:`ComputeBackend.finalize`, to the bit.
 
     Launches on torch's current stream and waits for nothing; may be captured in a CUDA graph once the kernel has been

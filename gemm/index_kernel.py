@@ -162,7 +162,7 @@ def local_expert(spec: cutlass.Constexpr, expert: Int32, first: Int32, table: cu
     local = Uint32(expert) - Uint32(first)
     if const_expr(spec.table > 0):
         known = Uint32(expert) < Uint32(spec.table)
-        entry = table[expert if known else Int32(0)]
+        entry = Int32(table[expert if known else Int32(0)])
         local = Uint32(entry if known else Int32(-1))
     return smallest_unsigned(local, Uint32(spec.experts))
 
@@ -199,7 +199,7 @@ def scan_experts(spec: cutlass.Constexpr, value: Int32, sums: cute.Tensor, tid: 
     if scanning:
         earlier = Int32(0)
         if lane < warp:
-            earlier = sums[lane]
+            earlier = Int32(sums[lane])
         total = total - value + cute.arch.warp_redux_sync(earlier, "add")
     return total
 
@@ -328,10 +328,21 @@ def write_tile(
         row = found[s] if experts[s] < Int32(spec.experts) else Int32(-1)
         if Int32(s * WARP) < end:
             store(to + s * WARP * 4, row)
-    for place in range(tid, rows_here[0], spec.threads):
-        word = staged[place]
+    for place in range(tid, Int32(rows_here[0]), spec.threads):
+        word = Int32(staged[place])
         i = Uint32(start + (word & Int32((1 << EXPERT_SHIFT) - 1)))
-        store(slots + Int64(place + shift[word >> EXPERT_SHIFT]) * 4, Int32(i // Uint32(spec.top_k)))
+        store(slots + Int64(place + Int32(shift[word >> EXPERT_SHIFT])) * 4, Int32(i // Uint32(spec.top_k)))
+
+
+@cute.jit
+def send_count(
+    spec: cutlass.Constexpr, received: Int32, arrivals: Int32, block: Int32, own: Int32, tid: Int32
+):  # fmt: skip
+    """Thread e tells every block of the cluster, its own too, this block's count of expert e."""
+    if tid < Int32(spec.experts):
+        here = received + (block * spec.experts + tid) * 4
+        for r in range_constexpr(spec.blocks):
+            send(here, arrivals, r, own)
 
 
 @cute.jit
@@ -407,10 +418,7 @@ def place_kernel(
     cute.arch.sync_threads()
     experts, numbers, own = rank_tile(spec, found, steps, first, tid, table, counter)
     if const_expr(spec.blocks > 1):
-        if mine:
-            here = address(received) + (block * spec.experts + tid) * 4
-            for r in range_constexpr(spec.blocks):
-                send(here, Int32(arrivals.toint()), r, own)
+        send_count(spec, address(received), Int32(arrivals.toint()), block, own, tid)
     place = scan_tile(spec, own, tid, counter, rows_here, sums)
     places = stage_tile(spec, experts, numbers, steps, tid, counter, staged)
 
@@ -483,6 +491,4 @@ def build_index_kernels(
             min_blocks_per_mp=1,
         )  # fmt: skip
     else:
-        place.launch(
-            grid=[blocks, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
-        )
+        place.launch(grid=[blocks, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
