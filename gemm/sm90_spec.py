@@ -50,6 +50,9 @@ class GroupedSpec:
     cluster: int = 1
     group: int = 16
 
+    def __post_init__(self) -> None:
+        assert self.tokens in (*SWAP_TOKENS, WIDE_TOKENS), self.tokens
+
     @property
     def swap(self) -> bool:
         """Whether weights are WGMMA's M operand."""
