@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from moe_layer.errors import TensorError
+from moe_layer.gemm import finalize_launch, index_launch
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.gemm.index import ExpertIndex
@@ -56,7 +57,10 @@ class Sm90Backend(ComputeBackend):
         *,
         local_table: torch.Tensor | None = None,
     ) -> ExpertIndex:
-        return self._reference.build_index(topk_ids, first_expert, num_local_experts, local_table=local_table)
+        table = 0 if local_table is None else local_table.numel()
+        if num_local_experts > index_launch.MAX_EXPERTS or table > index_launch.MAX_TABLE:
+            return self._reference.build_index(topk_ids, first_expert, num_local_experts, local_table=local_table)
+        return index_launch.build_index(topk_ids, first_expert, num_local_experts, local_table=local_table)
 
     def fc1(
         self,
@@ -96,7 +100,7 @@ class Sm90Backend(ComputeBackend):
     def finalize(
         self, rows: torch.Tensor, index: ExpertIndex, topk_weights: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
-        return self._reference.finalize(rows, index, topk_weights, output)
+        return finalize_launch.finalize(rows, index, topk_weights, output)
 
 
 def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:

@@ -51,7 +51,7 @@ def register_kernels(arch: str, target: str, *, weights: Collection[str], activa
 
 
 ANY_WEIGHTS = {"bf16", "fp8_128x128", "fp8_128x128_ue8m0", "fp8_32x32", "int4", "mxfp4", "mxfp8", "nvfp4"}
-# Not nvfp4: its second-level scale makes values that BF16 rounds, and one such rounding in a hundred sends an FC1 output
+# Not nvfp4: BF16 rounds its values (their second-level scale), and one in a hundred such roundings sends an FC1 output
 # to another of E2M1's eight magnitudes (relative error of a layer 2e-2; measured). It runs through PyTorch.
 ANY_ACTIVATIONS = {"bf16", "fp8", "mxfp4", "mxfp8"}
 register_kernels("sm_90a", "moe_layer.gemm.widened:WidenedBackend", weights=ANY_WEIGHTS, activations=ANY_ACTIVATIONS)
