@@ -35,7 +35,8 @@ All warps do the same; only the warps that hold an expert's thread scan. Issue s
 (about 45 instructions a step and warp), hence 16 warps with 8 steps each rather than 32 with 4: less is fixed.
 
 Shared memory, words: warps·(experts + 1) counters (the last of a warp collects what is elsewhere), a tile of staged
-selections, 4·(experts + 4), the table, 2·warps. At 48 experts 21 KiB, at 512 59 KiB, at 1024 with a full table 213 KiB.
+selections, 3·(experts + 4), the table, 2·warps, and in a cluster 8·experts counts received. At 48 experts 21 KiB, at
+512 in a cluster 72 KiB, at 1024 with a full table 221 KiB.
 
 Predicted for an H200 in a chain of PDL launches, µs (an empty kernel 0.70, a load from L2 0.3): 48 selections 1.6; 2048
 slots of top-16 2.8; 32768 slots of top-16 on 128 blocks 5.0. Not measured yet.

@@ -16,7 +16,7 @@ WARP = 32
 CLUSTER = 8  # the largest cluster that every GPU runs
 # What a block's shared memory holds: a counter for every warp and expert, a tile, and the table.
 MAX_EXPERTS = 1024
-MAX_TABLE = 8192
+MAX_TABLE = 4096
 MAX_TOP_K = 32
 INT32_END = 2**31
 SIGNATURE = "llllll" + "iiiii"
@@ -126,7 +126,7 @@ def build_index(
         topk_ids: ``[S, top_k]`` int32, top_k ≤ 32; rows may lie apart, each must be contiguous.
         first_expert, num_local_experts: the local ids; at most 1024 of them.
         local_table: ``[num_experts]`` int32 local index of each global id; others than 0 … num_local_experts − 1 mean
-            elsewhere. At most 8192 entries.
+            elsewhere. At most 4096 entries.
 
     Raises:
         TensorError: a wrong dtype, shape, stride or device.

@@ -49,21 +49,21 @@ class Instruction:
 
 
 class Machine:
-    """The machine code of the one kernel in a CUBIN.
+    """The machine code of the one kernel in a CUBIN, or of the one whose name contains ``kernel``.
 
     Attributes:
         registers, stack, shared, local: ptxas' figures: registers a thread, and bytes.
         code: the instructions in address order.
     """
 
-    def __init__(self, cubin: bytes, folder: Path) -> None:
+    def __init__(self, cubin: bytes, folder: Path, kernel: str = "") -> None:
         path = folder / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = _run("--dump-resource-usage", str(path))
+        usage = _only(kernel, _run("--dump-resource-usage", str(path)))
         figures = {name: int(value) for name, value in _RESOURCE.findall(usage)}
         self.registers, self.stack = figures["REG"], figures["STACK"]
         self.shared, self.local = figures["SHARED"], figures["LOCAL"]
-        self.code = parse(_run("-sass", str(path)))
+        self.code = parse(_only(kernel, _run("-sass", str(path))))
         self._index = {instruction.address: i for i, instruction in enumerate(self.code)}
 
     def all(self, pattern: str, among: Iterable[int] | None = None) -> list[int]:
@@ -100,6 +100,16 @@ class Machine:
         if kind in ("BRX", "JMX"):
             raise ValueError(f"a branch to a computed address: {instruction}")
         return following
+
+
+def _only(kernel: str, text: str) -> str:
+    """What a listing says about the kernel whose name contains ``kernel``; all of it for an empty name."""
+    if not kernel:
+        return text
+    found = [part for part in re.split(r"(?m)^\s*Function\b", text)[1:] if kernel in part.splitlines()[0]]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} kernels are called {kernel!r}")
+    return found[0]
 
 
 def parse(text: str) -> list[Instruction]:
