@@ -167,7 +167,8 @@ class CombineLauncher:
             comm.ep_size, align(comm.hidden_size * dtype.itemsize), 1 if fp8 else dtype.itemsize, wire_dtype.itemsize
         )
         self.comm, self.spec, self.fp8 = comm, spec, fp8
-        self.width = spec.combine_bytes // dtype.itemsize  # elements of a row as stored
+        # Elements of a row as stored: whole vectors, of which E4M3's hold more than those of BF16.
+        self.width = spec.vectors * 16 // spec.element_bytes
         self.kernels = combine_kernels(spec, channel.arch)
         self._code = (spec.element_bytes << 24) | spec.combine_bytes
         self._resident = channel.max_blocks or channel.num_sms * spec.blocks_per_sm

@@ -73,5 +73,5 @@ def explain(record: list[int], rank: int, timeout_s: float, parameters: list[lis
         for j, name in enumerate(names)
         if parameters[rank][j] != parameters[peer][j]
     ]
-    reason = "; ".join(differing) or "protocol, router weights or fused quantization differ"
+    reason = "; ".join(differing) or "protocol, hidden_size, router weights or fused quantization differ"
     return RankMismatchError(f"{where}: ranks {rank} and {peer} disagree: {reason}")
