@@ -56,7 +56,9 @@ class KernelPool:
             workers = max(1, min(12, (os.cpu_count() or 2) - 2))
             self._executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
         # The large ones first, so that none of them is left for the end.
-        ordered = sorted(new.values(), key=lambda task: ("sentinel_dispatch" not in task[1], -task[2].ep_size))
+        ordered = sorted(
+            new.values(), key=lambda task: ("sentinel_dispatch" not in task[1], -getattr(task[2], "ep_size", 0))
+        )
         list(self._executor.map(_compile, ordered))
         self._done |= set(new)
 
