@@ -150,7 +150,7 @@ def test_dispatch_mismatch(kernel_pool: KernelPool, kind: str, protocol: str, ep
             assert f"{case.name} is " in text
             assert f" on rank {rank} and " in text
         else:
-            assert "protocol, router weights or fused quantization differ" in text
+            assert "protocol, hidden_size, router weights or fused quantization differ" in text
         check_dead(group, rank, "usual", text)
 
 
