@@ -106,6 +106,12 @@ def finalize_kernel(spec: FinalizeSpec, arch: str) -> Callable[..., None]:
     return get_kernel(finalize_rows, spec, SIGNATURE, arch)
 
 
+def finalize_kernels(hidden: int, top_k: int, output_bytes: int, arch: str) -> list[Callable[..., None]]:
+    """Every finalize kernel of a layer whose FC2 gives BF16 rows, contiguous ones."""
+    kinds = variants(hidden, top_k, 2, output_bytes, hidden % VECTOR == 0)
+    return [finalize_kernel(spec, arch) for spec in kinds.values()]
+
+
 def finalize(rows: torch.Tensor, index: ExpertIndex, topk_weights: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Weight and sum each slot's rows into ``output[slot]``, as :meth:`ComputeBackend.finalize`, to the bit.
 

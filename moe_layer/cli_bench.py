@@ -293,13 +293,9 @@ def _compile(arguments: argparse.Namespace) -> int:
         if name not in precompile.ID_BYTES:
             raise ConfigError(f"unknown id dtype {name!r}; known: {', '.join(precompile.ID_BYTES)}")
     shapes = [get_shape(name) for name in arguments.models]
-    work = precompile.families(
-        shapes,
-        arguments.ranks,
-        precompile.architectures(arguments.arch),
-        arguments.ids,
-        fp8_combine=arguments.fp8_combine,
-    )
+    archs = precompile.architectures(arguments.arch)
+    work = precompile.families(shapes, arguments.ranks, archs, arguments.ids, fp8_combine=arguments.fp8_combine)
+    work += precompile.stage_families(shapes, arguments.ranks, archs)
     report = precompile.run(work, progress=not arguments.json)
     if arguments.json:
         print_json(report)

@@ -101,6 +101,32 @@ def families(
     return list(found.values())
 
 
+def stage_families(shapes: Sequence[Shape], ep_sizes: Sequence[int], archs: Sequence[str]) -> list[Family]:
+    """The kernels around the GEMMs, indexing and finalize, with experts in contiguous blocks; a family once."""
+    from moe_layer.gemm import finalize_launch, index_launch
+
+    def index(experts: int, top_k: int, arch: str) -> Family:
+        name = f"indexing of top {top_k}, {experts} local experts"
+        return Family(arch, name, lambda: index_launch.index_kernels(experts, top_k, 0, arch))
+
+    def finalize(hidden: int, top_k: int, output_bytes: int, arch: str) -> Family:
+        name = f"finalize of {hidden} wide rows, top {top_k}, BF16 to {'BF16' if output_bytes == 2 else 'FP32'}"
+        return Family(arch, name, lambda: finalize_launch.finalize_kernels(hidden, top_k, output_bytes, arch))
+
+    found: dict[tuple[Any, ...], Family] = {}
+    for arch in archs:
+        for shape in shapes:
+            for ep_size in ep_sizes:
+                # Where they do not divide evenly, the first ranks hold one expert more.
+                for experts in {shape.num_experts // ep_size, -(-shape.num_experts // ep_size)}:
+                    if 0 < experts <= index_launch.MAX_EXPERTS:
+                        found[arch, "index", experts, shape.top_k] = index(experts, shape.top_k, arch)
+            for output_bytes in (2, 4):
+                key = (arch, "finalize", shape.hidden_size, shape.top_k, output_bytes)
+                found[key] = finalize(shape.hidden_size, shape.top_k, output_bytes, arch)
+    return list(found.values())
+
+
 def compile_families(work: Sequence[Family]) -> Iterator[dict[str, Any]]:
     """Compile each family that the cache lacks.
 

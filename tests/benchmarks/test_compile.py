@@ -60,6 +60,33 @@ def test_each_family_once() -> None:
     assert len(names) == len(set(names)) == 2 * 2 * (2 * 2 + 4 + 2)
 
 
+def test_stage_families_are_what_the_stages_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the kernels that the stages choose for steps of any size, on every rank of five."""
+    pytest.importorskip("cutlass")
+    from moe_layer.gemm import finalize_launch, index_launch
+
+    asked: set[tuple[Any, str]] = set()
+
+    def get_kernel(launched: Any, spec: Any, signature: str, arch: str) -> Any:
+        asked.add((spec, arch))
+        return lambda *arguments: None
+
+    monkeypatch.setattr(index_launch, "get_kernel", get_kernel)
+    monkeypatch.setattr(finalize_launch, "get_kernel", get_kernel)
+    shape = get_shape("kimi_k3")  # 896 experts: 180 on the first rank, 179 on the others
+    work = precompile.stage_families([shape, shape], [5], ["sm_90a"])
+    assert len(work) == len({family.name for family in work}) == 4
+    for family in work:
+        family.build()
+    wanted: set[Any] = set()
+    for selections in (1, 2000, 20_000, 10**6):
+        wanted |= {index_launch.choose(experts, shape.top_k, 0, selections) for experts in (179, 180)}
+    for output_bytes in (2, 4):
+        kinds = finalize_launch.variants(shape.hidden_size, shape.top_k, 2, output_bytes, True)
+        wanted |= {finalize_launch.choose(kinds, slots, 132) for slots in (1, 4096)}
+    assert asked == {(spec, "sm_90a") for spec in wanted} and len(wanted) == 12
+
+
 def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     from moe_layer import kernel_cache
@@ -90,6 +117,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
         ]
 
     monkeypatch.setattr(precompile, "families", families)
+    monkeypatch.setattr(precompile, "stage_families", lambda *arguments: [])
     argv = ["compile", "kimi_k3", "--ranks", "2,4", "--arch", "sm_90a"]
     assert cli.main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
