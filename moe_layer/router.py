@@ -10,10 +10,20 @@ from torch import nn
 from moe_layer.config import MoEConfig
 from moe_layer.errors import CheckpointError, ConfigError, TensorError
 from moe_layer.gemm.matmul import row_matmul
+from moe_layer.gemm.router_launch import RouterKernels, usable
+from moe_layer.gemm.router_spec import RouterModel
 from moe_layer.gemm.rowwise import row_sum, sigmoid, softmax, softplus
 
 # DeepSeek's reference adds it to the sum of the chosen weights before dividing.
 NORM_EPSILON = 1e-20
+
+
+def router_model(cfg: MoEConfig) -> RouterModel:
+    """What the router's kernels need to know of a model."""
+    return RouterModel(
+        cfg.n_routed_experts, cfg.hidden_size, cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.group_score,
+        cfg.scoring_func, cfg.norm_topk_prob, float(cfg.routed_scaling_factor), cfg.use_correction_bias,
+    )  # fmt: skip
 
 
 class Router(nn.Module):
@@ -23,6 +33,10 @@ class Router(nn.Module):
     ``e_score_correction_bias``, within the best ``topk_group`` groups; the weights are the scores alone, normalised and
     scaled. Equal scores go to the lower expert id. A NaN score is never preferred: it counts as −∞ in the choice, keeps
     its NaN in the weights, and ids stay in range, so a NaN token spoils its own row of the output only.
+
+    BF16 rows on a Hopper GPU take two kernels (:mod:`moe_layer.gemm.router_launch`), all else PyTorch. Both compute in
+    fp32, in different order. The kernels read the weights in a form derived from them at the first step after a change,
+    which waits for the device once; a CUDA graph keeps the form that it was captured with.
 
     Args:
         cfg: the model; ``scoring_func``, ``n_group``, ``topk_group``, ``group_score``, ``norm_topk_prob``,
@@ -57,6 +71,9 @@ class Router(nn.Module):
             )
         self.cfg = cfg
         self._looked_at: tuple[tuple[int, int], ...] = ()
+        self._model = router_model(cfg)
+        self._kernels: RouterKernels | None = None
+        self._kernels_of: tuple[int, int, torch.device] | None = None
         self.is_hash = cfg.is_hash_layer(layer)
         if self.is_hash and cfg.vocab_size < 1:
             raise ConfigError(f"{cfg.model_type}: layer {layer} is a hash layer, but vocab_size is {cfg.vocab_size}")
@@ -152,12 +169,34 @@ class Router(nn.Module):
         cfg = self.cfg
         if x.dim() != 2 or x.shape[1] != cfg.hidden_size or not x.is_floating_point():
             raise TensorError(f"router input must be [T, {cfg.hidden_size}] floating, got {list(x.shape)} {x.dtype}")
+        if not self.is_hash and x.dtype == torch.bfloat16 and x.device == self.weight.device and usable(x.device):
+            kernels = self._derived()
+            if kernels is not None:
+                if image_mask is not None and self.bias_vl is not None:
+                    self._check_mask(x.shape[0], image_mask)
+                    if image_mask.device == x.device:
+                        return kernels(x, self.e_score_correction_bias, self.bias_vl, image_mask.contiguous())
+                else:
+                    return kernels(x, self.e_score_correction_bias)
         scores = self._scores(row_matmul(x.float(), self.weight.float()))
         ids = self._look_up(x.shape[0], input_ids) if self.is_hash else self._choose(scores, image_mask)
         weights = scores.gather(1, ids)
         if cfg.norm_topk_prob:
             weights = weights / (row_sum(weights).unsqueeze(1) + NORM_EPSILON)
         return ids.int(), weights * cfg.routed_scaling_factor
+
+    def _derived(self) -> RouterKernels | None:
+        """The kernels with the weights as they are now, or None where the kernels do not serve this model."""
+        weight = self.weight
+        others = [t for t in (self.e_score_correction_bias, self.bias_vl) if t is not None]
+        if not self._model.supported or any(
+            t.dtype != torch.float32 or not t.is_contiguous() for t in (weight, *others)
+        ):
+            return None
+        state = (weight.data_ptr(), weight._version, weight.device)
+        if self._kernels is None or self._kernels_of != state:
+            self._kernels, self._kernels_of = RouterKernels(self._model, weight), state
+        return self._kernels
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         if self.cfg.scoring_func == "softmax":
@@ -190,9 +229,12 @@ class Router(nn.Module):
         assert bias is not None
         if self.bias_vl is None or image_mask is None:
             return bias
+        self._check_mask(tokens, image_mask)
+        return torch.where(image_mask.unsqueeze(1), self.bias_vl, bias)
+
+    def _check_mask(self, tokens: int, image_mask: torch.Tensor) -> None:
         if image_mask.shape != (tokens,) or image_mask.dtype != torch.bool:
             raise TensorError(f"image_mask must be [{tokens}] bool, got {list(image_mask.shape)} {image_mask.dtype}")
-        return torch.where(image_mask.unsqueeze(1), self.bias_vl, bias)
 
     def _look_up(self, tokens: int, input_ids: torch.Tensor | None) -> torch.Tensor:
         table = self.tid2eid
