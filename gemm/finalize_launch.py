@@ -155,8 +155,9 @@ def launch(
     slots = output.shape[0]
     if slots * spec.parts > MAX_UNITS:
         raise CapacityError(f"{slots} slots of {spec.parts} parts; the finalize kernel numbers up to {MAX_UNITS}")
-    _loaded(spec, output.device)(
-        output, rows.data_ptr(), rows.stride(0) * rows.element_size(), index.rows.data_ptr(),
+    kernel, anchor = _loaded(spec, output.device)
+    kernel(
+        anchor, rows.data_ptr(), rows.stride(0) * rows.element_size(), index.rows.data_ptr(),
         topk_weights.data_ptr(), topk_weights.stride(0) * 4,
         output.data_ptr(), output.stride(0) * output.element_size(),
         slots * spec.parts, grid_of(spec, slots, _multiprocessors(output.device)),
@@ -164,8 +165,9 @@ def launch(
 
 
 @cache
-def _loaded(spec: FinalizeSpec, device: torch.device) -> Callable[..., None]:
-    return finalize_kernel(spec, device_arch(device))
+def _loaded(spec: FinalizeSpec, device: torch.device) -> tuple[Callable[..., None], torch.Tensor]:
+    """(launch function, what tells a launch its device: one-dimensional bytes)."""
+    return finalize_kernel(spec, device_arch(device)), torch.zeros(1, dtype=torch.uint8, device=device)
 
 
 @cache

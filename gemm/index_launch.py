@@ -177,7 +177,7 @@ def launch(
     """
     device = topk_ids.device
     selections = rows.numel()
-    kernel, multiprocessors = _loaded(spec, device)
+    kernel, multiprocessors, anchor = _loaded(spec, device)
     chunk = chunk_of(spec, selections, multiprocessors)
     if spec.blocks and chunk > spec.tile:
         raise CapacityError(f"{selections} selections, {spec.blocks} blocks of {spec.tile}")
@@ -185,16 +185,18 @@ def launch(
     # The blocks' counts, of this call alone.
     counts = rows if spec.blocks else torch.empty(blocks, spec.counts_row, dtype=torch.int32, device=device)
     kernel(
-        rows, topk_ids.data_ptr(), 0 if local_table is None else local_table.data_ptr(),
+        anchor, topk_ids.data_ptr(), 0 if local_table is None else local_table.data_ptr(),
         offsets.data_ptr(), slots.data_ptr(), rows.data_ptr(), counts.data_ptr(),
         4 * topk_ids.stride(0), first_expert, selections, chunk, blocks,
     )  # fmt: skip
 
 
 @cache
-def _loaded(spec: IndexSpec, device: torch.device) -> tuple[Callable[..., None], int]:
+def _loaded(spec: IndexSpec, device: torch.device) -> tuple[Callable[..., None], int, torch.Tensor]:
+    """(launch function, multiprocessors, what tells a launch its device: one-dimensional bytes)."""
     kernel = index_kernel(spec, device_arch(device))
-    return kernel, torch.cuda.get_device_properties(device).multi_processor_count
+    anchor = torch.zeros(1, dtype=torch.uint8, device=device)
+    return kernel, torch.cuda.get_device_properties(device).multi_processor_count, anchor
 
 
 def _check_ids(topk_ids: torch.Tensor) -> tuple[int, int]:
