@@ -66,7 +66,7 @@ def measure_ceilings(ranks: Ranks) -> dict[str, Any] | None:
     memories = _memories(ranks, 2 * ROW_BYTES * ROWS)
     push = _link_rate(ranks, memories, pull=False)
     pull = _link_rate(ranks, memories, pull=True)
-    return asdict(Ceilings(push, pull, _flag_latency(ranks, memories), _launch_time(ranks)))
+    return asdict(Ceilings(push, pull, _flag_latency(ranks, memories), launch_us(ranks)))
 
 
 def _memories(ranks: Ranks, nbytes: int) -> list[SymmetricMemory]:
@@ -141,7 +141,8 @@ def _flag_latency(ranks: Ranks, memories: list[SymmetricMemory]) -> float:
     return statistics.median(latencies)
 
 
-def _launch_time(ranks: Ranks) -> float:
+def launch_us(ranks: Ranks) -> float:
+    """µs of an empty kernel in a CUDA graph with programmatic dependent launch."""
     from moe_layer.benchmarks.ceiling_kernels import EmptySpec, empty
 
     def work_of(rank: LocalRank) -> Work:
