@@ -108,6 +108,28 @@ def test_too_many_units() -> None:
         launch(spec, output, operands()[1], output, output)
 
 
+# --- what a launch passes ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["few", "many"])
+def test_arguments_of_a_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled function takes one-dimensional bytes, which tell it the device, then integers."""
+    passed: list[Any] = []
+    monkeypatch.setattr(
+        finalize_launch, "finalize_kernel", lambda spec, arch: lambda *arguments: passed.extend(arguments)
+    )
+    monkeypatch.setattr(finalize_launch, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(finalize_launch, "_loaded", finalize_launch._loaded.__wrapped__)
+    monkeypatch.setattr(finalize_launch, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    output = torch.zeros(4, 32)[:, :16]
+    rows, index, weights, _ = operands()
+    spec = variants(16, 2, 2, 4, True)[name]
+    launch(spec, rows, index, weights, output)
+    anchor, *scalars = passed
+    assert (anchor.dim(), anchor.dtype) == (1, torch.uint8)
+    assert len(scalars) == len(finalize_launch.SIGNATURE)
+    assert scalars[:3] == [rows.data_ptr(), 32, index.rows.data_ptr()]
+    assert scalars[3:] == [weights.data_ptr(), 16, output.data_ptr(), 128, 4 * spec.parts, 1]
+
+
 # --- machine code -----------------------------------------------------------------------------------------------------
 KINDS = {
     "V3": (7168, 8, 2, 2, True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,28 @@ def test_wrong_tables() -> None:
         build_index(ids, 0, 4, local_table=FakeCuda(torch.zeros(8, dtype=torch.int32)[::2]))
     with pytest.raises(CapacityError, match="local_table has 4097 entries; the indexing kernel holds up to 4096"):
         build_index(ids, 0, 4, local_table=FakeCuda(torch.zeros(4097, dtype=torch.int32)))
+
+
+# --- what a launch passes ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["few", "block", "cluster", "grid"])
+def test_arguments_of_a_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled function takes one-dimensional bytes, which tell it the device, then integers."""
+    passed: list[Any] = []
+    monkeypatch.setattr(index_launch, "index_kernel", lambda spec, arch: lambda *arguments: passed.extend(arguments))
+    monkeypatch.setattr(index_launch, "device_arch", lambda device: "sm_90a")
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(index_launch, "_loaded", index_launch._loaded.__wrapped__)
+    ids = torch.zeros(50, 12, dtype=torch.int32)[:, :6]
+    offsets, slots, rows = (torch.zeros(n, dtype=torch.int32) for n in (49, 300, 300))
+    spec = variants(48, 6, 0)[name]
+    index_launch.launch(spec, ids, 96, None, offsets, slots, rows.view(50, 6))
+    anchor, *scalars = passed
+    assert (anchor.dim(), anchor.dtype) == (1, torch.uint8)
+    assert len(scalars) == len(index_launch.SIGNATURE)
+    assert scalars[:5] == [ids.data_ptr(), 0, offsets.data_ptr(), slots.data_ptr(), rows.data_ptr()]
+    chunk, blocks = scalars[-2:]
+    assert scalars[6:9] == [48, 96, 300] and chunk * blocks >= 300 and blocks == (spec.blocks or 1)
 
 
 # --- machine code -----------------------------------------------------------------------------------------------------
