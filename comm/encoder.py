@@ -14,6 +14,9 @@ import torch
 
 from moe_layer.errors import TensorError
 
+# Above the width of every model's rows; more values than these would take registers that a block's threads lack.
+MAX_COLUMNS = 8192
+
 
 class KernelEncoder(Protocol):
     """A format's arithmetic on registers. A frozen dataclass, hashable; its repr is part of the kernel's key.
@@ -68,7 +71,7 @@ class Encoder:
     Attributes:
         quantize: BF16 (or other floating) ``[T, K]`` → (rows, scales or None), the tensors that dispatch carries.
         kernel: the same on registers, to the same bits; None: there is no such form.
-        common_scale: fp32 scalar on the GPU for a ``kernel`` that asks for it.
+        common_scale: ``[1]`` fp32 on the GPU, for a ``kernel`` that asks for it.
     """
 
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -76,15 +79,19 @@ class Encoder:
     common_scale: torch.Tensor | None = None
 
     def fuses(self, hidden_states: torch.Tensor) -> bool:
-        """Whether a kernel can encode these rows: BF16 ``[T, K]``, or no rows at all; K whole vectors of the wire."""
+        """Whether a kernel can encode these rows: BF16 ``[T, K]`` (or none at all), K as in :func:`encodes_columns`."""
         return (
             self.kernel is not None
             and isinstance(hidden_states, torch.Tensor)
             and hidden_states.ndim == 2
             and (hidden_states.dtype == torch.bfloat16 or hidden_states.shape[0] == 0)
-            and hidden_states.shape[1] > 0
-            and hidden_states.shape[1] % self.kernel.vector_values == 0
+            and encodes_columns(self.kernel, hidden_states.shape[1])
         )
+
+
+def encodes_columns(kernel: KernelEncoder, columns: int) -> bool:
+    """Whether rows of ``columns`` values are whole vectors of the wire, and not too long."""
+    return 0 < columns <= MAX_COLUMNS and columns % kernel.vector_values == 0
 
 
 def encoded(

@@ -189,10 +189,18 @@ def fence_dispatch(
     stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`fence_dispatch_kernel` on ``anchor``'s current stream."""
+    # An encoder's values are many at once: promised nothing the compiler spills them, promised one block it takes twice
+    # the registers, and half the blocks find room. More ranks than two need what they take. The carve-out is CUDA's
+    # default; unless named, the compiler asks a GPU for it, and there may be none.
+    encodes = spec.encoder is not None
+    promised = spec.blocks_per_sm if encodes and spec.ep_size <= 2 else int(encodes)
     fence_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
         to_hidden, to_scale, to_routing, rank, num_tokens, t_hat, own_hash, placement, waiters,
-    ).launch(grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+    ).launch(
+        grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=promised,
+        preferred_smem_carveout=-1 if encodes else None,
+    )  # fmt: skip
 
 
 @cute.kernel

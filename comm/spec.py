@@ -12,6 +12,8 @@ VECTOR_BYTES = 16
 WARP = 32
 # At about 40 registers a thread, which the Fence kernels of two ranks take, so many threads are resident together.
 THREADS_PER_SM = 1536
+# With an encoder that makes 4-bit values, 32 a thread: at about 60 registers.
+THREADS_PER_SM_OF_32_VALUES = 1024
 # (ranks up to, payload warps at most). With the routing warp 31 fill a block's 1024 threads; a thread holds a vector
 # and an address for each rank, so that more ranks need more registers a thread and leave room for fewer threads.
 PAYLOAD_WARP_LIMITS = ((4, 31), (8, 15), (1 << 30, 7))
@@ -59,9 +61,13 @@ class _RowSpec(ABC):
         return (self.payload_warps + 1) * WARP
 
     @property
+    def threads_per_sm(self) -> int:
+        return THREADS_PER_SM
+
+    @property
     def blocks_per_sm(self) -> int:
         """Blocks a multiprocessor that a grid is sized for; progress does not depend on their being resident."""
-        return max(1, THREADS_PER_SM // self.threads)
+        return max(1, self.threads_per_sm // self.threads)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,11 @@ class DispatchSpec(_RowSpec):
     def vectors(self) -> int:
         """16-byte vectors of a token's payload: hidden row, then scale row."""
         return (self.hidden_bytes + self.scale_bytes) // VECTOR_BYTES
+
+    @property
+    def threads_per_sm(self) -> int:
+        wide = self.encoder is not None and self.encoder.vector_values == 32
+        return THREADS_PER_SM_OF_32_VALUES if wide else THREADS_PER_SM
 
     @property
     def splits_scales(self) -> bool:
