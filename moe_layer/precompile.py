@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_layer.benchmarks.shapes import Shape
+from moe_layer.comm.auto import fused_limit
+from moe_layer.comm.encoder import encodes_columns
 from moe_layer.comm.layout import align
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.errors import ConfigError, UnsupportedDeviceError
 from moe_layer.kernel_cache import ARCHITECTURES, cache_folder, dsl_available
+from moe_layer.quant import get_format
 
 ID_BYTES = {"int32": 4, "int64": 8}
 
@@ -65,7 +68,7 @@ def families(
     def dispatch(spec: DispatchSpec, arch: str) -> Family:
         name = (
             f"dispatch of {spec.hidden_bytes} + {spec.scale_bytes} B rows, top {spec.top_k} of {spec.num_experts} "
-            f"({spec.id_bytes}-byte ids), {spec.ep_size} ranks"
+            f"({spec.id_bytes}-byte ids), {spec.ep_size} ranks" + (", quantizing" if spec.encoder is not None else "")
         )
         return Family(arch, name, lambda: dispatch_kernels(spec, arch))
 
@@ -91,6 +94,10 @@ def families(
                         align(shape.scale_bytes), True, ID_BYTES[name],
                     )  # fmt: skip
                     found[arch, spec] = dispatch(spec, arch)
+                    encoder = get_format(shape.activation_format).kernel_encoder()
+                    if encoder is not None and encodes_columns(encoder, shape.hidden_size) and fused_limit() >= 0:
+                        spec = replace(spec, encoder=encoder)
+                        found[arch, spec] = dispatch(spec, arch)
                 for element_bytes in (1, 2, 4) if fp8_combine else (2, 4):
                     for output_bytes in (2, 4):
                         row = align(shape.hidden_size * max(2, element_bytes))

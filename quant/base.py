@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -128,6 +128,16 @@ class Format(ABC):
             0 if scales is None or self.scale_dtype is None else scales[0] * scales[1] * self.scale_dtype.itemsize
         )
         return count * (n * self.row_bytes(k) + scale_bytes)
+
+    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+        """The format's arithmetic as part of another kernel (:mod:`moe_layer.quant.encoders`), or None without one.
+
+        Rows of BF16 become what :meth:`to_wire` of :meth:`quantize` gives, to the bit. Needs the CuTe DSL.
+
+        Args:
+            per_row_global_scale: of two-level formats: each row has its own global scale; False: all share a given one.
+        """
+        return None
 
     def to_wire(self, q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``(hidden_states, hidden_states_scale)`` of ``[T, K]`` activations, as dispatch carries them.

@@ -13,8 +13,11 @@ element's NaN, so one bad value spoils neither its block nor its row's other blo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from moe_layer.kernel_cache import dsl_available
 from moe_layer.quant import blocks, e4m3, e8m0
 from moe_layer.quant.base import Format, QuantizedTensor, register_format
 from moe_layer.quant.checks import check_input, check_stored
@@ -49,6 +52,13 @@ class Fp8(Format):
         parts = blocks.split(e4m3.decode(q.data).to(torch.float32), self.block)
         parts.mul_(blocks.spread(q.scale, self.block))
         return blocks.merge(parts, self.block, q.data.shape).to(dtype)
+
+    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+        if self.block != (1, 128) or not dsl_available():
+            return None
+        from moe_layer.quant.encoders import Fp8Encoder
+
+        return Fp8Encoder()
 
 
 class PowerOfTwoFp8(Format):
@@ -85,6 +95,13 @@ class PowerOfTwoFp8(Format):
         parts = blocks.split(e4m3.decode(q.data).to(work), self.block)
         parts.mul_(blocks.spread(e8m0.decode(q.scale).to(work), self.block))
         return blocks.merge(parts, self.block, q.data.shape).to(dtype)
+
+    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+        if self.block != (1, 32) or not self.saturating or not dsl_available():
+            return None
+        from moe_layer.quant.encoders import MxFp8Encoder
+
+        return MxFp8Encoder()
 
 
 register_format(Fp8("fp8", (1, 128)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from moe_layer.kernel_cache import dsl_available
 from moe_layer.quant import blocks, e2m1, e8m0, nibbles
 from moe_layer.quant.base import Format, QuantizedTensor, register_format
 from moe_layer.quant.checks import check_input, check_stored
@@ -38,6 +41,13 @@ class MxFp4(Format):
         parts = blocks.split(values.to(work), self.block)
         parts.mul_(blocks.spread(e8m0.decode(q.scale).to(work), self.block))
         return blocks.merge(parts, self.block, values.shape).to(dtype)
+
+    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+        if not dsl_available():
+            return None
+        from moe_layer.quant.encoders import MxFp4Encoder
+
+        return MxFp4Encoder()
 
 
 register_format(MxFp4())

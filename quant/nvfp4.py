@@ -7,10 +7,12 @@ reciprocal of the global scale (``weight_global_scale``): loaders must invert it
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from moe_layer.errors import TensorError
+from moe_layer.kernel_cache import dsl_available
 from moe_layer.quant import blocks, e2m1, e4m3, nibbles
 from moe_layer.quant.base import Format, QuantizedTensor, register_format
 from moe_layer.quant.checks import check_input, check_stored
@@ -107,6 +109,13 @@ class NvFp4(Format):
         return QuantizedTensor(
             self.name, data, scale[:, :block_scales].view(torch.float8_e4m3fn), global_scale, columns
         )
+
+    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+        if not dsl_available():
+            return None
+        from moe_layer.quant.encoders import NvFp4Encoder
+
+        return NvFp4Encoder(per_row_global_scale)
 
 
 register_format(NvFp4())

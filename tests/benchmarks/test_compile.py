@@ -12,6 +12,7 @@ import pytest
 from moe_layer import cli, precompile
 from moe_layer.benchmarks.shapes import get_shape
 from moe_layer.errors import ConfigError
+from moe_layer.quant import get_format
 
 
 @pytest.mark.parametrize("fp8_combine", [False, True])
@@ -44,7 +45,8 @@ def test_families_are_what_a_layer_compiles(model: str, fp8_combine: bool, monke
         channel=channel, ep_size=4, ep_rank=0, placement=SimpleNamespace(num_experts=shape.num_experts),
         _contiguous=True, hidden_size=shape.hidden_size,
     )  # fmt: skip
-    launchers.DispatchLauncher(comm, (*row, shape.top_k, True, 4, None))
+    for encoder in {None, get_format(shape.activation_format).kernel_encoder()}:
+        launchers.DispatchLauncher(comm, (*row, shape.top_k, True, 4, encoder))
     wanted, asked = asked, set()
 
     for family in precompile.families([shape], [4], ["sm_90a"], ["int32"], fp8_combine=fp8_combine):
