@@ -51,7 +51,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.arch import inline_ptx
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from moe_layer.gemm.index_launch import WARP
 
