@@ -131,18 +131,31 @@ def store_scores(spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, sco
 
 
 @cute.jit
+def load_bias(spec: cutlass.Constexpr, source: Int64, first: Int32, bias: cute.Tensor):
+    """A lane's biases; 0 past the last expert."""
+    for q in range_constexpr(spec.quads):
+        at = source + Int64(first + q * COLUMNS) * 4
+        if const_expr(spec.experts % 4 == 0):
+            quad = rd.load_floats(at, first + q * COLUMNS < Int32(spec.experts))
+            for j in range_constexpr(4):
+                bias[4 * q + j] = quad[j]
+        else:
+            for j in range_constexpr(4):
+                bias[4 * q + j] = rd.load_float(at + 4 * j, first + (q * COLUMNS + j) < Int32(spec.experts))
+
+
+@cute.jit
 def make_keys(
-    spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, bias: Int64, keys: cute.Tensor
+    spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, bias: cute.Tensor, keys: cute.Tensor
 ):  # fmt: skip
     """Scores plus bias, as keys; 0 past the last expert."""
     for q in range_constexpr(spec.quads):
         for j in range_constexpr(4):
-            expert = first + (q * COLUMNS + j)
             choice = values[4 * q + j]
             if const_expr(spec.biased):
-                choice = rd.add(choice, rd.load_float(bias + Int64(expert) * 4, expert < Int32(spec.experts)))
+                choice = rd.add(choice, bias[4 * q + j])
             keys[4 * q + j] = rd.sort_key(choice)
-            if expert >= Int32(spec.experts):
+            if first + (q * COLUMNS + j) >= Int32(spec.experts):
                 keys[4 * q + j] = Uint32(0)
 
 
@@ -286,17 +299,24 @@ def choice_kernel(
     list_ids = words(smem, Int32, lists, spec.block_tokens, in_block)
     chosen = words(smem, Int32, spec.top_k if several else 0, spec.block_tokens, in_block)
 
+    first = warp * (spec.quads * COLUMNS) + lane * 4
+    bias_here = cute.make_rmem_tensor(4 * spec.quads, Float32)
+    # The biases lie ready before the kernel ahead ends, as the weights in router_logits. Where a warp has many experts
+    # it reads them when it needs them: it has no registers to spare, and other warps to wait for it.
+    if const_expr(spec.biased and not spec.image_biased and several):
+        load_bias(spec, bias, first, bias_here)
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if token < tokens:
-        first = warp * (spec.quads * COLUMNS) + lane * 4
         values = cute.make_rmem_tensor(4 * spec.quads, Float32)
         keys = cute.make_rmem_tensor(4 * spec.quads, Uint32)
         if const_expr(spec.image_biased):
             bias = image_bias if rd.load_byte(image_mask + Int64(token)) != Uint32(0) else bias
         sum_parts(spec, partials, token, tokens, first, values)
         score(spec, values, first, warp, lane, scores, maxima)
-        make_keys(spec, values, first, bias, keys)
+        if const_expr(spec.biased and (spec.image_biased or not several)):
+            load_bias(spec, bias, first, bias_here)
+        make_keys(spec, values, first, bias_here, keys)
         if const_expr(grouped):
             limit_groups(spec, keys, first, warp, lane, all_keys, group_keys, kept)
         key, expert = choose(spec, keys, first, lane)

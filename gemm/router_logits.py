@@ -177,6 +177,10 @@ def logits_kernel(
     token_tile_s = smem.allocate_tensor(BFloat16, x_layout.outer, 1024, x_layout.inner)
     full = smem.allocate_array(Int64, spec.stages)
     empty = smem.allocate_array(Int64, spec.stages)
+    producing = warp == Int32(spec.consumers * WARPGROUP // WARP)
+    if producing:
+        cpasync.prefetch_descriptor(tma_w)
+        cpasync.prefetch_descriptor(tma_x)
     if tid == Int32(0):
         for i in range_constexpr(spec.stages):
             cute.arch.mbarrier_init(full + i, 1)
@@ -190,7 +194,7 @@ def logits_kernel(
 
     first = part * (spec.segment * spec.span)
     steps = dev.smaller(Int32(spec.k_steps) - first, Int32(spec.segment * spec.span))
-    if warp == Int32(spec.consumers * WARPGROUP // WARP):
+    if producing:
         w_to, w_from = cpasync.tma_partition(
             tma_w,
             cute.arch.block_idx_in_cluster() if spec.cluster > 1 else 0,

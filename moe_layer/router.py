@@ -188,10 +188,9 @@ class Router(nn.Module):
     def _derived(self) -> RouterKernels | None:
         """The kernels with the weights as they are now, or None where the kernels do not serve this model."""
         weight = self.weight
-        others = [t for t in (self.e_score_correction_bias, self.bias_vl) if t is not None]
-        if not self._model.supported or any(
-            t.dtype != torch.float32 or not t.is_contiguous() for t in (weight, *others)
-        ):
+        tensors = [t for t in (weight, self.e_score_correction_bias, self.bias_vl) if t is not None]
+        plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+        if not self._model.supported or not plain:
             return None
         state = (weight.data_ptr(), weight._version, weight.device)
         if self._kernels is None or self._kernels_of != state:
