@@ -7,6 +7,7 @@ follows it is the report of a failure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_layer.comm import launch
 from moe_layer.comm.layout import MAX_PARTS
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.kernel_cache import ARCHITECTURES, compile_artifacts
+from moe_layer.quant.encoders import Fp8Encoder, MxFp4Encoder, MxFp8Encoder, NvFp4Encoder
 
 # DispatchSpec: ranks, top_k, experts, contiguous, hidden bytes, scale bytes, weights, bytes an id.
 # CombineSpec: ranks, row bytes, bytes an element of the partial results, bytes an element of the output.
@@ -39,11 +41,28 @@ LAYERS = {
     "V3 FP8, 16 ranks": (DispatchSpec(16, 8, 256, True, 7168, 224, True, 4), CombineSpec(16, 14336, 2, 2)),
     "FP8 combine, 8 ranks": (DispatchSpec(8, 8, 256, True, 7168, 224, True, 4), CombineSpec(8, 14336, 1, 2)),
 }
+# DispatchSpecs that quantize BF16 rows: by format, of rows of so many values.
+QUANTIZING = {
+    "fp8": (Fp8Encoder(), 7168, 224),
+    "mxfp8": (MxFp8Encoder(), 5120, 160),
+    "mxfp4": (MxFp4Encoder(), 7168, 224),
+    "nvfp4": (NvFp4Encoder(True), 7168, 464),
+    "nvfp4, one scale": (NvFp4Encoder(False), 3584, 224),
+}
+LAYERS |= {
+    f"quantizing to {name}, {ranks} ranks": (
+        DispatchSpec(ranks, 8, 256, True, columns * 16 // encoder.vector_values, scale_bytes, True, 4, encoder=encoder),
+        CombineSpec(ranks, 2 * columns, 2, 2),
+    )
+    for name, (encoder, columns, scale_bytes) in QUANTIZING.items()
+    for ranks in (2, 8)
+}
 BOTH_WAYS = ("dispatch", "combine")
 SENTINEL = [f"sentinel_{way}/{parts}" for way in BOTH_WAYS for parts in (1, MAX_PARTS)]
 ALL = ["fence_dispatch", "fence_combine", *SENTINEL]
 FP8 = ["fence_combine", "fp8_partials"]
 GIVE_UP = [f"give_up/{way}" for way in BOTH_WAYS]
+DISPATCH = ["fence_dispatch", *(f"sentinel_dispatch/{parts}" for parts in (1, MAX_PARTS))]
 # sm_90a sees every layer; the other architectures the one with most registers at stake, and the extremes.
 CHOSEN = {
     "sm_90a": {
@@ -58,6 +77,8 @@ CHOSEN = {
         "top-22, table": ["fence_dispatch", "sentinel_dispatch/4"],
         "V3 FP8, 16 ranks": ["fence_dispatch", "fence_combine", "sentinel_combine/1"],
         "FP8 combine, 8 ranks": FP8,
+        **{f"quantizing to {name}, 2 ranks": DISPATCH for name in QUANTIZING},
+        **{f"quantizing to {name}, 8 ranks": DISPATCH[:2] for name in ("fp8", "nvfp4")},
     },
     **{
         arch: {
@@ -66,6 +87,8 @@ CHOSEN = {
             "narrowest rows, table": ["fence_dispatch", "sentinel_combine/1"],
             "widest rows, table": ["fence_combine"],
             "FP8 combine, 8 ranks": FP8,
+            **{f"quantizing to {name}, 2 ranks": DISPATCH[index % 2 :: 2] for index, name in enumerate(QUANTIZING)},
+            "quantizing to nvfp4, 8 ranks": DISPATCH[:2],
         }
         for arch in ("sm_100a", "sm_103a")
     },
@@ -121,6 +144,8 @@ def test_kernel(arch: str, layer: str, kernel: str, monkeypatch: pytest.MonkeyPa
     check_registers(machine, getattr(request.spec, "threads", 32))
     check_order_of_launches(machine)
     CHECKS[kernel.split("/")[0]](machine, request.spec)
+    if getattr(request.spec, "encoder", None) is not None:
+        check_quantizing(machine, request.spec, arch, kernel)
 
 
 # --- what every kernel must be ----------------------------------------------------------------------------------------
@@ -222,6 +247,25 @@ def check_sentinel_combine(machine: Machine, spec: CombineSpec) -> None:
     after = machine.reachable(machine.successors(fence))
     assert not machine.all(rf"{WIDE_LOAD}|{WIDE_STORE}", after)
     assert not machine.all(r"(ATOMG|RED|REDG)\..*", normal_path(machine))
+
+
+def check_quantizing(machine: Machine, spec: DispatchSpec, arch: str, kernel: str) -> None:
+    """Values are converted by the hardware, two at a time; blocks meet by shuffles, scales through shared memory."""
+    encoder = spec.encoder
+    assert encoder is not None
+    pairs = spec.chunks * encoder.vector_values // 2
+    if encoder.vector_values == 16:
+        conversion = r"F2FP\..*E4M3.*"
+    else:
+        conversion = r"F2FP\.F16.*" if arch == "sm_90a" else r"F2FP\..*E2M1.*"
+    assert len(machine.all(conversion)) >= pairs
+    assert len(machine.all(r"SHFL\.BFLY.*")) >= spec.chunks * (encoder.vectors_per_scale.bit_length() - 1)
+    assert machine.all(r"LDS\.128")
+    loads = spec.chunks * encoder.vector_values // 8
+    assert len(machine.all(WIDE_LOAD)) >= loads
+    # Payload warps meet at a barrier of their own, so that the routing is not held up.
+    own = [i for i in machine.all(r"BAR\.SYNC.*") if re.match(r"0x1\b", machine.code[i].operands)]
+    assert bool(own) == (encoder.row_scale or kernel.startswith("sentinel"))
 
 
 def check_fp8_partials(machine: Machine, spec: CombineSpec) -> None:

@@ -71,7 +71,9 @@ def test_hashes_differ_and_nothing_else() -> None:
     told = parameters()
     told[1][6] = 100
     error = explain(record(ErrorCode.MISMATCH, Phase.SENTINEL_DISPATCH, 1, 5, 100), 0, 1.0, told)
-    assert str(error).endswith("ranks 0 and 1 disagree: protocol, hidden_size, router weights or fused quantization differ")
+    assert str(error).endswith(
+        "ranks 0 and 1 disagree: protocol, hidden_size, router weights or fused quantization differ"
+    )
 
 
 @pytest.mark.parametrize("phase", COMBINES)
