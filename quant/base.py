@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from moe_layer.errors import FormatError
+
+if TYPE_CHECKING:
+    from moe_layer.quant.codec import KernelDecoder, KernelEncoder
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,15 @@ class Format(ABC):
     block: tuple[int, int] | None = None
     two_level: ClassVar[bool] = False
 
-    @abstractmethod
     def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         """Quantize ``x`` ``[..., N, K]`` (any floating dtype; arithmetic in fp32).
 
-        Pure tensor arithmetic without host sync or data-dependent control flow, so it may be captured in a CUDA graph.
-        Results are contiguous; rounding is to nearest even; a row's result depends on no other row, except through the
-        blocks of formats whose blocks span rows.
+        On a GPU by the format's kernel, where there is one and it serves the operands (:mod:`moe_layer.quant.launch`),
+        else by :meth:`quantize_reference`; the bits are the same.
+
+        No host sync and no data-dependent control flow, so it may be captured in a CUDA graph. Results are contiguous;
+        rounding is to nearest even; a row's result depends on no other row, except through the blocks of formats whose
+        blocks span rows.
 
         Args:
             x: with one-row blocks also ``[K]``. Each format says what becomes of NaN and infinities.
@@ -80,10 +85,16 @@ class Format(ABC):
             TensorError: ``x`` not floating point, with too few dimensions or empty rows; ``global_scale`` of another
                 dtype or shape, or for a format without one.
         """
+        if isinstance(x, torch.Tensor) and x.is_cuda:
+            from moe_layer.quant.launch import quantize_by_kernel
 
-    @abstractmethod
+            found = quantize_by_kernel(self, x, global_scale)
+            if found is not None:
+                return found
+        return self.quantize_reference(x, global_scale=global_scale)
+
     def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values of ``q``, ``[..., N, K]``, in ``dtype``.
+        """The values of ``q``, ``[..., N, K]``, in ``dtype``; by a kernel or not, as :meth:`quantize`.
 
         Computed in fp32: exact with power-of-two and BF16 scales; with fp32 scales the product is rounded once.
 
@@ -91,6 +102,25 @@ class Format(ABC):
             FormatError: ``q`` is of another format, or lacks a scale.
             TensorError: data or scales of another dtype or shape than the format stores.
         """
+        if q.data.is_cuda:
+            from moe_layer.quant.launch import dequantize_by_kernel
+
+            found = dequantize_by_kernel(self, q, dtype)
+            if found is not None:
+                return found
+        return self.dequantize_reference(q, dtype)
+
+    @abstractmethod
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+        """:meth:`quantize` as PyTorch operations, on any device: what defines the format's bits."""
+
+    @abstractmethod
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """:meth:`dequantize` as PyTorch operations, on any device."""
+
+    def kernel_decoder(self) -> KernelDecoder | None:
+        """The arithmetic of :meth:`dequantize` on registers, or None without one or without the CuTe DSL."""
+        return None
 
     def data_columns(self, k: int) -> int:
         """Stored elements of ``data_dtype`` in a row of K values."""
@@ -129,13 +159,16 @@ class Format(ABC):
         )
         return count * (n * self.row_bytes(k) + scale_bytes)
 
-    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
-        """The format's arithmetic as part of another kernel (:mod:`moe_layer.quant.encoders`), or None without one.
+    def kernel_encoder(
+        self, dtype: torch.dtype = torch.bfloat16, *, per_row_global_scale: bool = True
+    ) -> KernelEncoder | None:
+        """The arithmetic of :meth:`quantize` on registers (:mod:`moe_layer.quant.codec`), or None without one.
 
-        Rows of BF16 become what :meth:`to_wire` of :meth:`quantize` gives, to the bit. Needs the CuTe DSL.
+        Rows become what :meth:`to_wire` of :meth:`quantize` gives, to the bit. None without the CuTe DSL.
 
         Args:
-            per_row_global_scale: of two-level formats: each row has its own global scale; False: all share a given one.
+            dtype: of the values: BF16 or FP32.
+            per_row_global_scale: of two-level formats: each row has its own global scale; False: a given one is read.
         """
         return None
 

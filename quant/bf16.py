@@ -19,11 +19,11 @@ class Bf16(Format):
     element_bits = 16
     data_dtype = torch.bfloat16
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         return QuantizedTensor(self.name, x.detach().to(torch.bfloat16).contiguous(), None, None, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         return q.data.to(dtype)
 

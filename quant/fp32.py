@@ -16,11 +16,11 @@ class Fp32(Format):
     element_bits = 32
     data_dtype = torch.float32
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         return QuantizedTensor(self.name, blocks.as_float32(x), None, None, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         return q.data.to(dtype)
 

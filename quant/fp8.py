@@ -13,7 +13,7 @@ element's NaN, so one bad value spoils neither its block nor its row's other blo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,9 @@ from moe_layer.kernel_cache import dsl_available
 from moe_layer.quant import blocks, e4m3, e8m0
 from moe_layer.quant.base import Format, QuantizedTensor, register_format
 from moe_layer.quant.checks import check_input, check_stored
+
+if TYPE_CHECKING:
+    from moe_layer.quant.codec import KernelDecoder, KernelEncoder
 
 # The smallest normal fp32. Blocks below 448 times that (all-zero ones too) keep it as their scale: no scale and no
 # reciprocal of one is zero, subnormal or infinite, in kernels that flush subnormals neither.
@@ -39,26 +42,35 @@ class Fp8(Format):
         self.name = name
         self.block = block
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
         scale = blocks.divide(blocks.finite_amax(parts, self.block), e4m3.MAX).clamp_(min=MIN_SCALE)
         elements = e4m3.encode(parts / blocks.spread(scale, self.block))
         return QuantizedTensor(self.name, blocks.merge(elements, self.block, x.shape), scale, None, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         assert q.scale is not None
         parts = blocks.split(e4m3.decode(q.data).to(torch.float32), self.block)
         parts.mul_(blocks.spread(q.scale, self.block))
         return blocks.merge(parts, self.block, q.data.shape).to(dtype)
 
-    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+    def kernel_encoder(
+        self, dtype: torch.dtype = torch.bfloat16, *, per_row_global_scale: bool = True
+    ) -> KernelEncoder | None:
         if self.block != (1, 128) or not dsl_available():
             return None
-        from moe_layer.quant.encoders import Fp8Encoder
+        from moe_layer.quant import encoders, fp32_encoders
 
-        return Fp8Encoder()
+        return encoders.Fp8Encoder() if dtype == torch.bfloat16 else fp32_encoders.Fp8Fp32Encoder()
+
+    def kernel_decoder(self) -> KernelDecoder | None:
+        if self.block[0] != 1 or not dsl_available():
+            return None
+        from moe_layer.quant.decoders import Fp8Decoder
+
+        return Fp8Decoder(self.block[1])
 
 
 class PowerOfTwoFp8(Format):
@@ -80,7 +92,7 @@ class PowerOfTwoFp8(Format):
         self.block = block
         self.saturating = saturating
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
         amax = blocks.finite_amax(parts, self.block)
@@ -88,7 +100,7 @@ class PowerOfTwoFp8(Format):
         elements = e4m3.encode(parts * blocks.spread(e8m0.reciprocal(scale), self.block))
         return QuantizedTensor(self.name, blocks.merge(elements, self.block, x.shape), scale, None, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         assert q.scale is not None
         work = e8m0.product_dtype(dtype)
@@ -96,12 +108,21 @@ class PowerOfTwoFp8(Format):
         parts.mul_(blocks.spread(e8m0.decode(q.scale).to(work), self.block))
         return blocks.merge(parts, self.block, q.data.shape).to(dtype)
 
-    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+    def kernel_encoder(
+        self, dtype: torch.dtype = torch.bfloat16, *, per_row_global_scale: bool = True
+    ) -> KernelEncoder | None:
         if self.block != (1, 32) or not self.saturating or not dsl_available():
             return None
-        from moe_layer.quant.encoders import MxFp8Encoder
+        from moe_layer.quant import encoders, fp32_encoders
 
-        return MxFp8Encoder()
+        return encoders.MxFp8Encoder() if dtype == torch.bfloat16 else fp32_encoders.MxFp8Fp32Encoder()
+
+    def kernel_decoder(self) -> KernelDecoder | None:
+        if self.block[0] != 1 or not dsl_available():
+            return None
+        from moe_layer.quant.decoders import MxFp8Decoder
+
+        return MxFp8Decoder(self.block[1])
 
 
 register_format(Fp8("fp8", (1, 128)))

@@ -35,7 +35,7 @@ class Int4(Format):
     scale_dtype = torch.bfloat16
     block = (1, 32)
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
         amax = blocks.amax(parts, self.block)
@@ -46,7 +46,7 @@ class Int4(Format):
         data = nibbles.pack(blocks.merge(codes, self.block, x.shape))
         return QuantizedTensor(self.name, data, scale, None, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         assert q.scale is not None
         values = nibbles.lookup(q.data, _values(q.data.device), q.columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +10,9 @@ from moe_layer.kernel_cache import dsl_available
 from moe_layer.quant import blocks, e2m1, e8m0, nibbles
 from moe_layer.quant.base import Format, QuantizedTensor, register_format
 from moe_layer.quant.checks import check_input, check_stored
+
+if TYPE_CHECKING:
+    from moe_layer.quant.codec import KernelDecoder, KernelEncoder
 
 
 class MxFp4(Format):
@@ -25,7 +28,7 @@ class MxFp4(Format):
     scale_dtype = torch.uint8
     block = (1, 32)
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
         scale = e8m0.encode_floor(blocks.amax(parts, self.block), e2m1.MAX_EXPONENT)
@@ -33,7 +36,7 @@ class MxFp4(Format):
         data = nibbles.pack(blocks.merge(codes, self.block, x.shape))
         return QuantizedTensor(self.name, data, scale, None, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         assert q.scale is not None
         work = e8m0.product_dtype(dtype)
@@ -42,12 +45,21 @@ class MxFp4(Format):
         parts.mul_(blocks.spread(e8m0.decode(q.scale).to(work), self.block))
         return blocks.merge(parts, self.block, values.shape).to(dtype)
 
-    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+    def kernel_encoder(
+        self, dtype: torch.dtype = torch.bfloat16, *, per_row_global_scale: bool = True
+    ) -> KernelEncoder | None:
         if not dsl_available():
             return None
-        from moe_layer.quant.encoders import MxFp4Encoder
+        from moe_layer.quant import encoders, fp32_encoders
 
-        return MxFp4Encoder()
+        return encoders.MxFp4Encoder() if dtype == torch.bfloat16 else fp32_encoders.MxFp4Fp32Encoder()
+
+    def kernel_decoder(self) -> KernelDecoder | None:
+        if not dsl_available():
+            return None
+        from moe_layer.quant.decoders import MxFp4Decoder
+
+        return MxFp4Decoder()
 
 
 register_format(MxFp4())

@@ -7,7 +7,7 @@ reciprocal of the global scale (``weight_global_scale``): loaders must invert it
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,9 @@ from moe_layer.kernel_cache import dsl_available
 from moe_layer.quant import blocks, e2m1, e4m3, nibbles
 from moe_layer.quant.base import Format, QuantizedTensor, register_format
 from moe_layer.quant.checks import check_input, check_stored
+
+if TYPE_CHECKING:
+    from moe_layer.quant.codec import KernelDecoder, KernelEncoder
 
 GLOBAL_SCALE_BYTES = 4  # fp32, at the end of a row's scale bytes on the wire
 
@@ -43,7 +46,7 @@ class NvFp4(Format):
     block = (1, 16)
     two_level = True
 
-    def quantize(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)
         parts = blocks.split(blocks.as_float32(x), self.block)
         amax = blocks.amax(parts, self.block)
@@ -57,7 +60,7 @@ class NvFp4(Format):
         data = nibbles.pack(blocks.merge(codes, self.block, x.shape))
         return QuantizedTensor(self.name, data, scale, global_scale, x.shape[-1])
 
-    def dequantize(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize_reference(self, q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         check_stored(self, q)
         assert q.scale is not None and q.global_scale is not None
         values = nibbles.lookup(q.data, e2m1.values(q.data.device), q.columns)
@@ -110,12 +113,25 @@ class NvFp4(Format):
             self.name, data, scale[:, :block_scales].view(torch.float8_e4m3fn), global_scale, columns
         )
 
-    def kernel_encoder(self, *, per_row_global_scale: bool = True) -> Any | None:
+    def kernel_encoder(
+        self, dtype: torch.dtype = torch.bfloat16, *, per_row_global_scale: bool = True
+    ) -> KernelEncoder | None:
         if not dsl_available():
             return None
-        from moe_layer.quant.encoders import NvFp4Encoder
+        from moe_layer.quant import encoders, fp32_encoders
 
-        return NvFp4Encoder(per_row_global_scale)
+        return (
+            encoders.NvFp4Encoder(per_row_global_scale)
+            if dtype == torch.bfloat16
+            else fp32_encoders.NvFp4Fp32Encoder(per_row_global_scale)
+        )
+
+    def kernel_decoder(self) -> KernelDecoder | None:
+        if not dsl_available():
+            return None
+        from moe_layer.quant.decoders import NvFp4Decoder
+
+        return NvFp4Decoder()
 
 
 register_format(NvFp4())
