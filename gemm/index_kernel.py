@@ -38,8 +38,14 @@ Shared memory, words: warps·(experts + 1) counters (the last of a warp collects
 selections, 3·(experts + 4), the table, 2·warps, and in a cluster 8·experts counts received. At 48 experts 21 KiB, at
 512 in a cluster 72 KiB, at 1024 with a full table 221 KiB.
 
-Predicted for an H200 in a chain of PDL launches, µs (an empty kernel 0.70, a load from L2 0.3): 48 selections 1.6; 2048
-slots of top-16 2.8; 32768 slots of top-16 on 128 blocks 5.0. Not measured yet.
+Predicted for an H200 in a chain of PDL launches, µs:
+
+                                        launch  ids   rank  scan  stage  exchange  write  sum
+    48 selections, one block             0.7    0.3   0.05  0.25   0.05     –       0.2   1.6
+    2048 slots of top-16, cluster        0.7    0.35  0.5   0.3    0.1     0.3      0.5   2.8
+    32768 of top-16, 128 blocks          0.7    0.4   0.4    –      –      1.7      0.7   4.0 … 5.0
+
+(the grid's exchange is the end of one launch, 0.8, and 57 KB of counts from L2). Not measured yet.
 """
 
 from __future__ import annotations
@@ -458,7 +464,6 @@ def place_kernel(
     if const_expr(spec.blocks == 0):
         base = base + own
         for tile in range(Int32(spec.tile), length, spec.tile):
-            cute.arch.sync_threads()
             fill(counter, spec.warps * (spec.experts + 1), tid, spec.threads)
             steps = steps_for(spec, length - tile)
             end = limit(length - tile, steps, tid)
