@@ -28,7 +28,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from moe_layer.gemm import router_device as rd
 from moe_layer.gemm import sm90_device as dev
@@ -62,7 +62,7 @@ def words(smem: SmemAllocator, kind: Any, count: int, block_tokens: int, token: 
 
 @cute.jit
 def sum_parts(
-    spec: cutlass.Constexpr, partials: Int64, token: Int32, tokens: Int32, first: Int32, logits: cute.Tensor
+    spec: cutlass.Constexpr, partials: Int64, token: Int32, tokens: Int32, first: Int32, logits: Any
 ):  # fmt: skip
     """A lane's logits; see :mod:`moe_layer.gemm.router_spec` for the order."""
     for q in range_constexpr(spec.quads):
@@ -84,8 +84,8 @@ def sum_parts(
 
 @cute.jit
 def score(
-    spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, warp: Int32, lane: Int32, scores: cute.Tensor,
-    maxima: cute.Tensor,
+    spec: cutlass.Constexpr, values: Any, first: Int32, warp: Int32, lane: Int32, scores: Any,
+    maxima: Any,
 ):  # fmt: skip
     """Logits to scores, in place and to shared memory."""
     if const_expr(spec.scoring == "softmax"):
@@ -102,7 +102,7 @@ def score(
             for w in range_constexpr(spec.warps):
                 largest = dev.maximum(largest, maxima[w])
         for i in range_constexpr(4 * spec.quads):
-            values[i] = rd.exponential(rd.add(values[i], -largest))
+            values[i] = rd.exponential(rd.subtract(values[i], largest))
         store_scores(spec, values, first, scores)
         synchronize(spec)
         total = Float32(0.0)
@@ -123,7 +123,7 @@ def score(
 
 
 @cute.jit
-def store_scores(spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, scores: cute.Tensor):
+def store_scores(spec: cutlass.Constexpr, values: Any, first: Int32, scores: Any):
     for q in range_constexpr(spec.quads):
         for j in range_constexpr(4):
             if first + (q * COLUMNS + j) < Int32(spec.experts):
@@ -131,7 +131,7 @@ def store_scores(spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, sco
 
 
 @cute.jit
-def load_bias(spec: cutlass.Constexpr, source: Int64, first: Int32, bias: cute.Tensor):
+def load_bias(spec: cutlass.Constexpr, source: Int64, first: Int32, bias: Any):
     """A lane's biases; 0 past the last expert."""
     for q in range_constexpr(spec.quads):
         at = source + Int64(first + q * COLUMNS) * 4
@@ -146,7 +146,7 @@ def load_bias(spec: cutlass.Constexpr, source: Int64, first: Int32, bias: cute.T
 
 @cute.jit
 def make_keys(
-    spec: cutlass.Constexpr, values: cute.Tensor, first: Int32, bias: cute.Tensor, keys: cute.Tensor
+    spec: cutlass.Constexpr, values: Any, first: Int32, bias: Any, keys: Any
 ):  # fmt: skip
     """Scores plus bias, as keys; 0 past the last expert."""
     for q in range_constexpr(spec.quads):
@@ -161,8 +161,8 @@ def make_keys(
 
 @cute.jit
 def limit_groups(
-    spec: cutlass.Constexpr, keys: cute.Tensor, first: Int32, warp: Int32, lane: Int32, all_keys: cute.Tensor,
-    group_keys: cute.Tensor, kept: cute.Tensor,
+    spec: cutlass.Constexpr, keys: Any, first: Int32, warp: Int32, lane: Int32, all_keys: Any,
+    group_keys: Any, kept: Any,
 ):  # fmt: skip
     """Experts outside the best ``topk_group`` groups become −∞."""
     size = spec.experts // spec.n_group
@@ -198,18 +198,18 @@ def limit_groups(
         for other in range(spec.n_group):
             theirs = Uint32(group_keys[other])
             if theirs > own or (theirs == own and Int32(other) < group):
-                before += 1
+                before += Int32(1)
         kept[group] = Int32(1) if before < Int32(spec.topk_group) else Int32(0)
     synchronize(spec)
     for q in range_constexpr(spec.quads):
         for j in range_constexpr(4):
-            group = dev.smaller((first + (q * COLUMNS + j)) // size, Int32(spec.n_group - 1))
-            if kept[group] == Int32(0) and keys[4 * q + j] != Uint32(0):
+            own_group = dev.smaller((first + (q * COLUMNS + j)) // size, Int32(spec.n_group - 1))
+            if kept[own_group] == Int32(0) and keys[4 * q + j] != Uint32(0):
                 keys[4 * q + j] = rd.sort_key(Float32(float("-inf")))
 
 
 @cute.jit
-def choose(spec: cutlass.Constexpr, keys: cute.Tensor, first: Int32, lane: Int32):
+def choose(spec: cutlass.Constexpr, keys: Any, first: Int32, lane: Int32):
     """The warp's ``top_k`` best, best first: lane j gets ``(key, expert)`` of the j-th."""
     mine_key, mine = Uint32(0), Int32(NONE)
     best, at = Uint32(0), Int32(NONE)
@@ -239,8 +239,8 @@ def choose(spec: cutlass.Constexpr, keys: cute.Tensor, first: Int32, lane: Int32
 
 @cute.jit
 def merge(
-    spec: cutlass.Constexpr, key: Uint32, expert: Int32, warp: Int32, lane: Int32, list_keys: cute.Tensor,
-    list_ids: cute.Tensor, chosen: cute.Tensor,
+    spec: cutlass.Constexpr, key: Uint32, expert: Int32, warp: Int32, lane: Int32, list_keys: Any,
+    list_ids: Any, chosen: Any,
 ):  # fmt: skip
     """The token's ``top_k`` best of the warps' lists. Warps hold ascending experts: of equal keys, the lower warp's."""
     length = spec.list_length
@@ -339,7 +339,7 @@ def choice_kernel(
 
 @cute.jit
 def router_choice(
-    spec: cutlass.Constexpr, anchor: cute.Tensor, partials: Int64, bias: Int64, image_bias: Int64, image_mask: Int64,
+    spec: cutlass.Constexpr, anchor: Any, partials: Int64, bias: Int64, image_bias: Int64, image_mask: Int64,
     ids: Int64, weights: Int64, tokens: Int32, stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`choice_kernel`; ``tokens`` ≥ 1."""

@@ -24,7 +24,7 @@ LARGEST_EXPONENT, SMALLEST_EXPONENT = 88.7, -104.0
 SERIES = 9
 
 
-def exponential(x: Float32) -> Float32:
+def exponential(x: Any) -> Float32:
     """``e**x`` within 3 ulp, from 2⁻¹⁴⁹ up to e**88.7, where it stays; NaN stays NaN.
 
     The rounding of x·log₂e is made good, which 2**(x·log₂e) alone is not: it costs |x| / 2 ulp.
@@ -39,7 +39,7 @@ def exponential(x: Float32) -> Float32:
     )
 
 
-def log1p(e: Float32) -> Float32:
+def log1p(e: Any) -> Float32:
     """``ln(1 + e)`` for e in [0, 1], within 3 ulp: 2·atanh(z), z = e / (2 + e)."""
     steps = [f"mov.f32 p, {literal(1 / (2 * SERIES - 1))};"]
     steps += [f"fma.rn.f32 p, p, w, {literal(1 / (2 * n - 1))};" for n in range(SERIES - 1, 0, -1)]
@@ -53,6 +53,10 @@ def log1p(e: Float32) -> Float32:
 
 def add(a: Float32, b: Float32) -> Float32:
     return inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def subtract(a: Float32, b: Float32) -> Float32:
+    return inline_ptx("sub.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 def multiply(a: Float32, b: Float32) -> Float32:

@@ -31,17 +31,24 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from moe_layer.gemm import sm90_device as dev
-from moe_layer.gemm.router_spec import K_STEP, MMA_ROWS, WARP, WARPGROUP
+from moe_layer.gemm.router_spec import K_STEP, MMA_ROWS, WARP, WARPGROUP, LogitsSpec
 
 
 def tile_layout(rows: int, stages: int) -> Any:
     """``(rows, K_STEP, stages)`` in the 128-byte swizzle, K-major."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
     return cute.tile_to_shape(atom, (rows, K_STEP, stages), order=(0, 1, 2))
+
+
+def make_mma(spec: LogitsSpec) -> Any:
+    """One warpgroup, both operands K-major in shared memory."""
+    return make_trivial_tiled_mma(
+        BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (MMA_ROWS, spec.tokens)
+    )
 
 
 @cute.jit
@@ -102,22 +109,20 @@ def produce(
 @cute.jit
 def consume(
     spec: cutlass.Constexpr, weight_tile: cute.Tensor, token_tile: cute.Tensor, full: cute.Pointer,
-    empty: cute.Pointer, steps: Int32, tid: Int32, sums: cute.Tensor,
+    empty: cute.Pointer, steps: Int32, tid: Int32, sums: Any,
 ):  # fmt: skip
     """A consumer warpgroup's sums over ``steps`` K steps."""
     group = cute.arch.make_warp_uniform(tid // WARPGROUP)
-    mma = make_trivial_tiled_mma(
-        BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (MMA_ROWS, spec.tokens)
-    )
+    mma = make_mma(spec)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     thread = mma.get_slice(0)
     a = mma.make_fragment_A(thread.partition_A(weight_tile))
     b = mma.make_fragment_B(thread.partition_B(token_tile))
     part = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, spec.tokens)), Float32)
-    sums.fill(0.0)
+    sums.fill(Float32(0.0))
     stage, phase, previous = Int32(0), Int32(0), Int32(0)
     for start in range(Int32(0), steps, spec.segment):
-        part.fill(0.0)
+        part.fill(Float32(0.0))
         for step in range(dev.smaller(steps - start, Int32(spec.segment))):
             cute.arch.mbarrier_wait(full + stage, phase)
             warpgroup.fence()
@@ -139,13 +144,12 @@ def consume(
         warpgroup.wait_group(0)
         if const_expr(spec.refills):
             release(spec, empty + previous, tid)
-        for i in range_constexpr(cute.size(sums)):
-            sums[i] = sums[i] + part[i]
+        sums.store(sums.load() + part.load())
 
 
 @cute.jit
 def store(
-    spec: cutlass.Constexpr, sums: cute.Tensor, partials: Int64, part: Int32, row_tile: Int32, token_tile: Int32,
+    spec: cutlass.Constexpr, sums: Any, partials: Int64, part: Int32, row_tile: Int32, token_tile: Int32,
     tokens: Int32, tid: Int32,
 ):  # fmt: skip
     """Register ``i + 2h + 4c`` holds expert ``16·warp + lane/4 + 8h``, token ``8c + 2·(lane mod 4) + i``: a store of a
@@ -213,8 +217,7 @@ def logits_kernel(
             spec, tma_w, w_to, w_from, tma_x, x_to, x_from, full, empty, row_tile, token_tile, first, steps
         )  # fmt: skip
     else:
-        mma_shape = ((2, 2, spec.tokens // 8), 1, 1)
-        sums = cute.make_rmem_tensor(mma_shape, Float32)
+        sums = cute.make_rmem_tensor(make_mma(spec).partition_shape_C((MMA_ROWS, spec.tokens)), Float32)
         consume(spec, weight_tile, token_tile_s, full, empty, steps, tid, sums)
         # The partial sums of the step before may still be read until here.
         cute.arch.griddepcontrol_wait()
