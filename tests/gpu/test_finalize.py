@@ -6,13 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from emulated_ranks import missing_gpu
 
 from moe_layer.gemm import finalize_launch
 from moe_layer.gemm.finalize_launch import FinalizeSpec, finalize, variants_for
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.reference import ReferenceBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(missing_gpu() is not None, reason=str(missing_gpu()))]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TYPES = [(BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)]
@@ -141,6 +142,24 @@ def test_as_the_reference() -> None:
     ReferenceBackend().finalize(case.rows, case.index, case.weights, expected[:500, :2048])
     assert finalize(case.rows, case.index, case.weights, case.output) is case.output
     assert np.array_equal(numpy_of(case.target), numpy_of(expected))
+
+
+@pytest.mark.parametrize("slots", [16, 1500])
+def test_back_to_back(slots: int) -> None:
+    """Programmatic launches overlap: 200 of them in turn over two sets of rows, each compared."""
+    cases = [Case(slots, 8, 1024, (BF16, BF16)) for _ in range(2)]
+    for case in cases:
+        case.poison()
+    targets = [cases[i % 2].target.clone() for i in range(200)]
+    torch.cuda.synchronize()
+    for i, target in enumerate(targets):
+        case = cases[i % 2]
+        finalize(case.rows, case.index, case.weights, target[:slots, :1024])
+    for case, target in zip(cases, targets, strict=False):
+        case.target = target
+        case.check()
+    for i, target in enumerate(targets):
+        assert torch.equal(target.view(torch.uint8), targets[i % 2].view(torch.uint8))
 
 
 @pytest.mark.parametrize("slots", [16, 3000])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from emulated_ranks import missing_gpu
 from kernel_pool import KernelPool
 
 from moe_layer.errors import TensorError
@@ -15,7 +16,7 @@ from moe_layer.gemm import index_launch
 from moe_layer.gemm.index_launch import IndexSpec, build_index, variants
 from moe_layer.gemm.reference import ReferenceBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(missing_gpu() is not None, reason=str(missing_gpu()))]
 
 POISON = -0x21524111
 GUARD = 64  # words after each output
@@ -193,6 +194,27 @@ def test_back_to_back(name: str) -> None:
             for which, buffers in outputs:
                 cases[which].buffers = buffers
                 cases[which].check()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("slots", [40, 2048, 20000])
+def test_ids_written_just_before(slots: int) -> None:
+    """What the kernel ahead wrote is what is read, and the kernel behind overwrites it in time, whatever overlaps."""
+    layer = LAYERS["V4.1"]
+    rng = np.random.default_rng()
+    case = Case(layer, draw_ids(layer, slots, "random", rng), None)
+    drawn = [draw_ids(layer, slots, "random", rng) for _ in range(2)]
+    sources = [torch.from_numpy(ids).cuda() for ids in drawn]
+    (spec, *_) = kernels_for(layer, case.selections)
+    outputs = []
+    for i in range(60):
+        case.buffers = [torch.full_like(buffer, POISON) for buffer in case.buffers]
+        case.ids.copy_(sources[i % 2])
+        case.run(spec)
+        outputs.append(case.buffers)
+    for i, buffers in enumerate(outputs):
+        case.buffers, case.expected = buffers, oracle(layer, drawn[i % 2], None)
+        case.check()
 
 
 @pytest.mark.usefixtures("compiled")
