@@ -187,7 +187,7 @@ def launch(
     kernel(
         anchor, topk_ids.data_ptr(), 0 if local_table is None else local_table.data_ptr(),
         offsets.data_ptr(), slots.data_ptr(), rows.data_ptr(), counts.data_ptr(),
-        4 * topk_ids.stride(0), first_expert, selections, chunk, blocks,
+        4 * topk_ids.stride(0) if len(topk_ids) > 1 else 0, first_expert, selections, chunk, blocks,
     )  # fmt: skip
 
 
