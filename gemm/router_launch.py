@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from moe_layer.gemm.router_spec import MAX_TERMS, ChoiceSpec, LogitsSpec, RouterModel, choice_spec, choose_logits
+from moe_layer.gemm.router_spec import (
+    MAX_TERMS,
+    ChoiceSpec,
+    LogitsSpec,
+    RouterModel,
+    choice_spec,
+    choose_logits,
+    logits_specs,
+)
 from moe_layer.kernel_cache import dsl_available, get_kernel
 
 ARCH, CAPABILITY = "sm_90a", (9, 0)
@@ -56,6 +64,18 @@ def choice_kernel(spec: ChoiceSpec, arch: str = ARCH) -> Callable[..., None]:
     from moe_layer.gemm.router_choice import router_choice
 
     return get_kernel(router_choice, spec, CHOICE_SIGNATURE, arch)
+
+
+def router_kernels(model: RouterModel, terms: int, image_biased: bool) -> list[Callable[..., None]]:
+    """Every kernel of a router, for any number of tokens.
+
+    Args:
+        terms: BF16 terms of its weights.
+        image_biased: also those for steps with image tokens that have a bias of their own.
+    """
+    logits = logits_specs(model, terms).values()
+    choices = {choice_spec(model, spec, image_biased=i): None for spec in logits for i in {False, image_biased}}
+    return [logits_kernel(spec) for spec in logits] + [choice_kernel(spec) for spec in choices]
 
 
 @cache

@@ -19,6 +19,7 @@ from moe_layer.comm.encoder import encodes_columns
 from moe_layer.comm.layout import align
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.errors import ConfigError, UnsupportedDeviceError
+from moe_layer.gemm.router_spec import RouterModel
 from moe_layer.kernel_cache import ARCHITECTURES, cache_folder, dsl_available
 from moe_layer.quant import get_format
 
@@ -132,6 +133,23 @@ def stage_families(shapes: Sequence[Shape], ep_sizes: Sequence[int], archs: Sequ
                 key = (arch, "finalize", shape.hidden_size, shape.top_k, output_bytes)
                 found[key] = finalize(shape.hidden_size, shape.top_k, output_bytes, arch)
     return list(found.values())
+
+
+def router_families(names: Sequence[str], archs: Sequence[str]) -> list[Family]:
+    """The routers' kernels, which there are for Hopper, for gate weights in BF16 (as released); a family once."""
+    from moe_layer.benchmarks.routers import get_router
+    from moe_layer.gemm import router_launch
+
+    def router(model: RouterModel, images: bool) -> Family:
+        name = f"router of {model.hidden} wide rows, top {model.top_k} of {model.experts}, {model.scoring}"
+        if images:
+            name += ", image tokens"
+        return Family(router_launch.ARCH, name, lambda: router_launch.router_kernels(model, 1, images))
+
+    if router_launch.ARCH not in archs:
+        return []
+    found = {get_router(name): None for name in names}
+    return [router(model, images) for model, images in found if model.supported]
 
 
 def compile_families(work: Sequence[Family]) -> Iterator[dict[str, Any]]:

@@ -89,6 +89,40 @@ def test_stage_families_are_what_the_stages_launch(monkeypatch: pytest.MonkeyPat
     assert asked == {(spec, "sm_90a") for spec in wanted} and len(wanted) == 12
 
 
+def test_router_families_are_what_a_router_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the kernels that a router asks for in steps of any size, with and without image tokens."""
+    import torch
+
+    from moe_layer.benchmarks import routers, shapes
+    from moe_layer.gemm import router_launch
+
+    pytest.importorskip("cutlass")
+    asked: set[Any] = set()
+
+    def get_kernel(launched: Any, spec: Any, signature: str, arch: str) -> Any:
+        assert arch == "sm_90a"
+        asked.add(spec)
+        return lambda *arguments: None
+
+    monkeypatch.setattr(router_launch, "get_kernel", get_kernel)
+    work = precompile.router_families(["deepseek_v41", "deepseek_v41:bf16"], ["sm_90a", "sm_100a"])
+    assert len(work) == 1 and precompile.router_families(["deepseek_v41"], ["sm_100a"]) == []
+    work[0].build()
+    wanted, asked = asked, set()
+    model, images = routers.get_router("deepseek_v41")
+    assert images
+    kernels = router_launch.RouterKernels(model, torch.randn(384, 5120).bfloat16().float())
+    bias = torch.zeros(384)
+    for tokens in (1, 9, 20, 100, 200, 300):
+        x = torch.zeros(tokens, 5120, dtype=torch.bfloat16)
+        kernels(x, bias)
+        kernels(x, bias, bias, torch.zeros(tokens, dtype=torch.bool))
+    assert asked == wanted and len(wanted) == 5 + 2 * 2
+    assert routers.ROUTERS.keys() == shapes.SHAPES.keys()
+    for name, shape in shapes.SHAPES.items():
+        assert (routers.ROUTERS[name].experts, routers.ROUTERS[name].top_k) == (shape.num_experts, shape.top_k)
+
+
 def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     from moe_layer import kernel_cache
@@ -120,6 +154,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
 
     monkeypatch.setattr(precompile, "families", families)
     monkeypatch.setattr(precompile, "stage_families", lambda *arguments: [])
+    monkeypatch.setattr(precompile, "router_families", lambda *arguments: [])
     argv = ["compile", "kimi_k3", "--ranks", "2,4", "--arch", "sm_90a"]
     assert cli.main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
