@@ -57,6 +57,7 @@ class ExpertParallelComm(ABC):
     """
 
     protocol: ClassVar[str]
+    encodes_in_kernel: ClassVar[bool] = False  # whether an encoder's kernel form is of any use
 
     def __init__(self, channel: Channel, placement: ExpertPlacement, hidden_size: int) -> None:
         self.channel = channel

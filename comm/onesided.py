@@ -195,6 +195,7 @@ class OneSidedComm(ExpertParallelComm):
     """:class:`ExpertParallelComm` by Fence or Sentinel."""
 
     protocol: ClassVar[str] = "one-sided"
+    encodes_in_kernel: ClassVar[bool] = True
     channel: OneSidedChannel
 
     def __init__(self, channel: OneSidedChannel, placement: ExpertPlacement, hidden_size: int) -> None:

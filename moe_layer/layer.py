@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from moe_layer.parallel import ExpertParallel
 from moe_layer.quant import QuantizedTensor, get_format
 from moe_layer.router import Router
 from moe_layer.shared_experts import SharedExperts
+from moe_layer.stages import Profiler
 from moe_layer.weights import GatedMLP
+from moe_layer.wire import Wire
 
 if TYPE_CHECKING:
     from moe_layer.models.loader import LayerTensors
@@ -54,12 +56,6 @@ def implied_activation_format(weight_format: str) -> str:
     """
     get_format(weight_format)
     return "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
-
-
-class Profiler(Protocol):
-    """Anything that wraps a stage: :class:`~moe_layer.stages.StageTimer`, ``torch.profiler.record_function``."""
-
-    def __call__(self, stage: str) -> AbstractContextManager[Any]: ...
 
 
 class MoELayer(nn.Module):
@@ -148,7 +144,11 @@ class MoELayer(nn.Module):
         wire = self._wire_format
         # A scale a row may travel with two-level formats; see Format.to_wire.
         scale_bytes = wire.scale_row_bytes(width, per_row_global_scale=wire.two_level)
-        self.comm.reserve(wire.row_bytes(width), scale_bytes, cfg.num_experts_per_tok, self.partial_dtype.itemsize)
+        self._wire = Wire(wire, in_kernel=self.comm.encodes_in_kernel)
+        self.comm.reserve(
+            wire.row_bytes(width), scale_bytes, cfg.num_experts_per_tok, self.partial_dtype.itemsize,
+            self._wire.encoder(None),
+        )  # fmt: skip
         self.profiler: Profiler | None = None
 
         place = self.device if allocate else torch.device("meta")
@@ -421,14 +421,17 @@ class MoELayer(nn.Module):
         self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, tokens_per_rank: int | None
     ) -> torch.Tensor:
         """``[T, routed width]`` → the weighted sum of the experts' outputs, fp32."""
-        fmt, experts = self._wire_format, self.routed_experts
+        experts = self.routed_experts
         if tokens_per_rank is None and self.ep.ep_size == 1:
             tokens_per_rank = z.shape[0]
         with self._peers_told():
             if missing := len(experts.gate_up.unloaded) + len(experts.down.unloaded):
                 raise CheckpointError(f"layer {self.layer}: {missing} expert projections have no weights yet")
-            with self._stage("quantize"):
-                rows, scales = fmt.to_wire(fmt.quantize(z, global_scale=self.input_global_scale))
+            rows, scales, encoder = z, None, self._wire.encoder(self.input_global_scale)
+            fused = self.comm.fuses(encoder, z, tokens_per_rank)
+            if not fused:
+                with self._stage("quantize"):
+                    rows, scales = encoder.quantize(z)
         with self._stage("dispatch"):
             received = self.comm.dispatch(
                 rows,
@@ -436,6 +439,7 @@ class MoELayer(nn.Module):
                 weights,
                 hidden_states_scale=scales,
                 runtime_max_tokens_per_rank=tokens_per_rank,
+                encoder=encoder if fused else None,
             )
         with self._peers_told():
             buffer = self._compute(received, z.shape[1])

@@ -1,14 +1,21 @@
-"""Names of the layer's stages, and a timer for them."""
+"""Names of the layer's stages, what may wrap them, and a timer for them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
 STAGES = ("route", "quantize", "dispatch", "index", "fc1", "fc2", "finalize", "combine", "shared")
+
+
+class Profiler(Protocol):
+    """Anything that wraps a stage: :class:`StageTimer`, ``torch.profiler.record_function``."""
+
+    def __call__(self, stage: str) -> AbstractContextManager[Any]: ...
 
 
 class StageTimer:
