@@ -62,7 +62,7 @@ def test_layouts_are_values() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=repr)
 def test_wrong_operands(layout: ScaleLayout) -> None:
-    with pytest.raises(TensorError, match="one byte each .* got torch.float32"):
+    with pytest.raises(TensorError, match=r"one byte each .* got torch.float32"):
         layout.swizzle(torch.zeros(4, 4))
     with pytest.raises(TensorError, match="at least 2 dimension"):
         layout.swizzle(torch.zeros(4, dtype=torch.uint8))
