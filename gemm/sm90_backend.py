@@ -24,7 +24,7 @@ from moe_layer.gemm.reference import ReferenceBackend
 from moe_layer.gemm.sm90_spec import SCALE_BLOCK, GroupedSpec
 from moe_layer.gemm.tile_choice import choose_tile
 from moe_layer.gemm.weights import ExpertWeights
-from moe_layer.kernel_cache import get_kernel
+from moe_layer.kernel_cache import anchor, get_kernel
 from moe_layer.quant import QuantizedTensor
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def grouped_gemm(
     kernel: Callable[..., None] = _kernel(spec)
     x_scale, w_scale = x.scale, weights.scale
     kernel(
-        _anchor(x.data.device),
+        anchor(x.data.device),
         weights.data.data_ptr(), index.offsets.data_ptr(), index.slots.data_ptr(),
         x.data.data_ptr(), x.data.stride(0) * x.data.element_size(),
         0 if x_scale is None else x_scale.data_ptr(), 0 if x_scale is None else x_scale.stride(0) * 4,
@@ -213,9 +213,3 @@ def _kernel(spec: GroupedSpec) -> Callable[..., None]:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _anchor(device: torch.device) -> torch.Tensor:
-    """Tells a launch its device."""
-    return torch.zeros(1, dtype=torch.uint8, device=device)

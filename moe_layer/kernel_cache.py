@@ -109,6 +109,14 @@ def _compile(launch: Any, spec: Any, signature: str, options: str) -> Any:
     return cute.compile(launch, spec, anchor, *scalars, stream, options=options)
 
 
+@cache
+def anchor(device: Any) -> Any:
+    """A uint8 tensor of one dimension on a CUDA device: what tells a launch where to run."""
+    import torch
+
+    return torch.zeros(1, dtype=torch.uint8, device=device)
+
+
 def get_kernel(launch: Any, spec: Any, signature: str, arch: str) -> Callable[..., None]:
     """The compiled ``launch(anchor, *scalars)``, from memory, disk or the compiler.
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from moe_layer.errors import UnsupportedDeviceError
-from moe_layer.kernel_cache import device_arch, get_kernel
+from moe_layer.kernel_cache import anchor, device_arch, get_kernel
 from moe_layer.quant.base import Format, QuantizedTensor
 from moe_layer.quant.checks import check_input, check_stored
 from moe_layer.quant.codec import KernelDecoder, KernelEncoder
@@ -199,7 +199,16 @@ def quantize_by_kernel(fmt: Format, x: torch.Tensor, global_scale: torch.Tensor 
             pointers: tuple[int, ...] = (global_scale.data_ptr(),)
         else:
             pointers = given
-        launch(data, x.data_ptr(), stride, data.data_ptr(), scale.data_ptr(), *pointers, count, spec.grid(count))
+        launch(
+            anchor(x.device),
+            x.data_ptr(),
+            stride,
+            data.data_ptr(),
+            scale.data_ptr(),
+            *pointers,
+            count,
+            spec.grid(count),
+        )
     return QuantizedTensor(fmt.name, data, scale, global_scale, x.shape[-1])
 
 
@@ -230,8 +239,8 @@ def dequantize_by_kernel(fmt: Format, q: QuantizedTensor, dtype: torch.dtype) ->
     out = torch.empty(*q.data.shape[:-1], q.columns, dtype=dtype, device=q.data.device)
     if data[0]:
         launch(
-            out, q.data.data_ptr(), data[1], q.scale.data_ptr(), scale[1], *over, out.data_ptr(), data[0],
-            spec.grid(data[0]),
+            anchor(q.data.device), q.data.data_ptr(), data[1], q.scale.data_ptr(), scale[1], *over, out.data_ptr(),
+            data[0], spec.grid(data[0]),
         )  # fmt: skip
     return out
 
