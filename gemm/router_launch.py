@@ -98,6 +98,10 @@ class RouterKernels:
         self._anchor = torch.zeros(16, dtype=torch.uint8, device=weight.device)
         self._kernels: dict[Any, tuple[LogitsSpec, Callable[..., None], Callable[..., None]]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a router makes its own: compiled kernels cannot be copied."""
+        return type(None), ()
+
     def __call__(
         self,
         x: torch.Tensor,

@@ -73,7 +73,8 @@ class Router(nn.Module):
         self._looked_at: tuple[tuple[int, int], ...] = ()
         self._model = router_model(cfg)
         self._kernels: RouterKernels | None = None
-        self._kernels_of: tuple[int, int, torch.device] | None = None
+        # What the kernels were made from. Holding its storage keeps its address from being given to other weights.
+        self._kernels_of: tuple[torch.Tensor, int] | None = None
         self.is_hash = cfg.is_hash_layer(layer)
         if self.is_hash and cfg.vocab_size < 1:
             raise ConfigError(f"{cfg.model_type}: layer {layer} is a hash layer, but vocab_size is {cfg.vocab_size}")
@@ -192,9 +193,10 @@ class Router(nn.Module):
         plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
         if not self._model.supported or not plain:
             return None
-        state = (weight.data_ptr(), weight._version, weight.device)
-        if self._kernels is None or self._kernels_of != state:
-            self._kernels, self._kernels_of = RouterKernels(self._model, weight), state
+        source = self._kernels_of
+        current = source is not None and (source[0].data_ptr(), source[1]) == (weight.data_ptr(), weight._version)
+        if self._kernels is None or not current:
+            self._kernels, self._kernels_of = RouterKernels(self._model, weight), (weight.detach(), weight._version)
         return self._kernels
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:

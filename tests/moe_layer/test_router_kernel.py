@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +228,24 @@ def test_what_takes_the_kernels(recorder: type[Recorder]) -> None:
     hashed.load(torch.randn(16, 64), tid2eid=torch.arange(30).view(10, 3) % 16)
     assert hashed(x, torch.tensor([0, 1, 2, 3]))[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert len(recorder.made) == 1
+
+
+def test_copies_derive_their_own() -> None:
+    router = loaded(CFG)
+    router._kernels = router_launch.RouterKernels(router_model(CFG), router.weight)
+    router._kernels._kernels[1, 1, False] = (x for x in ())  # type: ignore[assignment]  # neither copied nor pickled
+    for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
+        assert other._kernels is None and torch.equal(other.weight, router.weight)
+    assert router._kernels is not None
+
+
+def test_weights_at_an_address_used_before(recorder: type[Recorder]) -> None:
+    router = loaded(CFG)
+    x = torch.randn(4, 64).bfloat16()
+    for value in range(1, 20):
+        router.weight = torch.nn.Parameter(torch.full((16, 64), float(value)), requires_grad=False)
+        router(x)
+        assert float(recorder.made[-1].weight.mean()) == value
 
 
 def test_without_a_gpu_nothing_is_usable() -> None:
