@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_layer.benchmarks.a2a_work import ONE_SIDED, PEERS, PORTABLE, Case, prepared
+from moe_layer.benchmarks.a2a_work import ONE_SIDED, PEERS, PORTABLE, QUANTIZE, Case, prepared
 from moe_layer.benchmarks.ceilings import Ceilings, measure_ceilings
 from moe_layer.benchmarks.harness import Options, Timing, measure, measure_phases
 from moe_layer.benchmarks.machine import provenance
@@ -31,7 +31,7 @@ class Plan:
     """What to measure.
 
     Attributes:
-        shapes, tokens, protocols, routings: every combination is a case; peers are protocols of their own.
+        shapes, tokens, protocols, routings, quantize: every combination is a case; peers are protocols of their own.
         ranks, launch, device_type: as in :func:`~moe_layer.benchmarks.session.open_session`.
         options: of the harness; None: 10 + 100 steps and 10 repeats on GPUs, fewer on the CPU.
         phases: whether to time dispatch and combine separately.
@@ -48,14 +48,16 @@ class Plan:
     options: Options | None = None
     phases: bool = True
     seed: int = 0
+    quantize: tuple[str, ...] = ("given",)
 
     def cases(self, ep_size: int) -> list[Case]:
         return [
-            Case(shape, tokens, protocol, ep_size, routing, self.seed)
+            Case(shape, tokens, protocol, ep_size, routing, self.seed, quantize)
             for routing in self.routings
             for shape in self.shapes
             for tokens in self.tokens
             for protocol in self.protocols
+            for quantize in self.quantize
         ]
 
 
@@ -190,6 +192,7 @@ class Bench:
             "ep_size": case.ep_size,
             "routing": str(case.routing),
             "seed": case.seed,
+            "quantize": case.quantize,
             "launch": self.session.launch,
             "warmup": self.options.warmup,
             "steps": self.options.steps,
@@ -256,6 +259,12 @@ def check(cases: list[Case], device_type: str, launch: str, options: Options) ->
             raise ConfigError(f"protocol 'loopback' serves one rank, but there are {case.ep_size}")
         if launch == "single" and case.protocol not in ONE_SIDED and case.ep_size > 1:
             raise ConfigError(f"protocol {case.protocol!r} needs a process a rank, but one process drives all ranks")
+        if case.quantize not in QUANTIZE:
+            raise ConfigError(f"unknown way to quantize {case.quantize!r}; known: {', '.join(QUANTIZE)}")
+        if case.quantize != "given" and case.shape.activation_format == "bf16":
+            raise ConfigError(f"{case.shape.label} has nothing to quantize; name a format (NAME:FORMAT)")
+        if case.quantize != "given" and case.protocol in PEERS:
+            raise ConfigError(f"peer {case.protocol!r} moves bytes that are given; it quantizes nothing")
         case.ids(0)  # routing that the shape does not allow
 
 

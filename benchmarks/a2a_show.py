@@ -122,7 +122,12 @@ def heading(bench: Bench) -> str:
 def _case(line: dict[str, Any]) -> str:
     p = line["parameters"]
     routing = "" if p["routing"] == "perfect" else f" {p['routing']}"
-    return f"{p['model']}:{p['activation_format']}{routing} T={p['tokens_per_rank']} {p['protocol']}"
+    return f"{p['model']}:{p['activation_format']}{routing} T={p['tokens_per_rank']} {_protocol(p)}"
+
+
+def _protocol(parameters: dict[str, Any]) -> str:
+    quantize = parameters["quantize"]
+    return parameters["protocol"] + {"given": "", "before": ", quantizing before", "fused": ", quantizing"}[quantize]
 
 
 def sentence(line: dict[str, Any]) -> str:
@@ -159,14 +164,14 @@ def _table(key: tuple[str, str, str], lines: list[dict[str, Any]]) -> Table:
     for line in lines:
         p = line["parameters"]
         if "error" in line:
-            table.add_row(str(p["tokens_per_rank"]), p["protocol"], "", "", "failed", "", "", "")
+            table.add_row(str(p["tokens_per_rank"]), _protocol(p), "", "", "failed", "", "", "")
             continue
         r = line["results"]
         phases = r["phases_us"] or {}
         floor = r.get("floor")
         table.add_row(
             str(p["tokens_per_rank"]),
-            p["protocol"] + (f" ({r['chosen']})" if "chosen" in r else ""),
+            _protocol(p) + (f" ({r['chosen']})" if "chosen" in r else ""),
             *(f"{phases[name]:.2f}" if name in phases else "–" for name in ("dispatch", "combine")),
             f"{r['round_trip_us']:.2f}",
             f"{100 * r['spread']:.1f} %",

@@ -23,6 +23,8 @@ from moe_layer.benchmarks.shapes import Shape
 from moe_layer.comm import Channel, DispatchResult, ExpertParallelComm, ExpertPlacement
 from moe_layer.comm.rows import as_byte_rows
 from moe_layer.errors import CommunicationError, ConfigError
+from moe_layer.quant import get_format
+from moe_layer.wire import Wire
 
 TIMEOUT_S = 30.0  # of a wait between ranks: far beyond any step, short enough for a benchmark
 # Protocol → options of a one-sided channel beyond its protocol.
@@ -34,6 +36,8 @@ ONE_SIDED: dict[str, dict[str, Any]] = {
 }
 PORTABLE = ("collective", "loopback")
 PEERS = ("nccl",)
+# Where rows are quantized: before the step, in it by the format's own kernels, or by dispatch itself.
+QUANTIZE = ("given", "before", "fused")
 PRIMES = (251, 127, 83, 61, 31, 13, 7, 3)  # moduli of the checksums in partial results
 
 
@@ -48,6 +52,7 @@ class Case:
         ep_size: ranks.
         routing: which experts the tokens select.
         seed: of ids and values.
+        quantize: one of :data:`QUANTIZE`; all but the first dispatch BF16 values.
     """
 
     shape: Shape
@@ -56,6 +61,7 @@ class Case:
     ep_size: int
     routing: Routing
     seed: int = 0
+    quantize: str = "given"
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -117,7 +123,8 @@ def _channels(ranks: Ranks, case: Case) -> list[Channel]:
 class OneRank:
     """One rank's tensors and calls.
 
-    Payload bytes of quantized formats are random bytes; BF16 rows are normal. The ids stay as drawn.
+    Payload bytes of quantized formats are random bytes, or what becomes of normal values where the step quantizes; BF16
+    rows are normal. The ids stay as drawn.
     """
 
     def __init__(self, channel: Channel, rank: LocalRank, case: Case) -> None:
@@ -133,6 +140,12 @@ class OneRank:
         self.scale: torch.Tensor | None = None
         if shape.scale_bytes:
             self.scale = torch.empty(case.tokens, shape.scale_bytes, dtype=torch.uint8, device=device)
+        self.z: torch.Tensor | None = None  # what the step quantizes
+        if case.quantize != "given":
+            self.z = torch.empty(case.tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
+            self.encoder = Wire(get_format(shape.activation_format), in_kernel=self.comm.encodes_in_kernel).encoder(
+                None
+            )
         self.weights = torch.empty(case.tokens, shape.top_k, device=device)
         self.output = torch.empty(case.tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
         self.generator = torch.Generator(device).manual_seed(case.seed * 1000 + rank.rank)
@@ -147,6 +160,13 @@ class OneRank:
         return Work({"dispatch": self.dispatch, "combine": self.combine}, self.refresh, self.check, capturable)
 
     def dispatch(self) -> DispatchResult:
+        if self.case.quantize == "fused":
+            assert self.z is not None
+            return self.comm.dispatch(
+                self.z, self.ids, self.weights, runtime_max_tokens_per_rank=self.case.tokens, encoder=self.encoder
+            )
+        if self.z is not None:
+            self.x, self.scale = self.encoder.quantize(self.z)
         return self.comm.dispatch(
             self.x, self.ids, self.weights, hidden_states_scale=self.scale, runtime_max_tokens_per_rank=self.case.tokens
         )
@@ -157,14 +177,18 @@ class OneRank:
 
     def randomize(self) -> None:
         """Fresh inputs and a poisoned output."""
+        self.weights.uniform_(generator=self.generator)
+        self.output.fill_(float("nan"))
+        if self.z is not None:
+            self.z.normal_(generator=self.generator)
+            self.x, self.scale = self.encoder.quantize(self.z)
+            return
         if self.x.dtype == torch.uint8:
             self.x.random_(0, 256, generator=self.generator)
         else:
             self.x.normal_(generator=self.generator)
         if self.scale is not None:
             self.scale.random_(0, 256, generator=self.generator)
-        self.weights.uniform_(generator=self.generator)
-        self.output.fill_(float("nan"))
 
     def refresh(self, repeat: int) -> None:
         """As :meth:`randomize`, and a row for every slot of the combine input, another on every rank and repeat."""
@@ -238,7 +262,8 @@ class OneRank:
         for chunk in range(max(1, rows.shape[1] // hidden)):
             total.add_(rows[:, (chunk * hidden + column) % rows.shape[1]], alpha=chunk + 1)
         if scale is not None:
-            total += scale[:, column % scale.shape[1]]
+            bytes_of_scale = as_byte_rows(scale.contiguous())
+            total += bytes_of_scale[:, column % bytes_of_scale.shape[1]]
         routing = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         bits = weights.contiguous().view(torch.int32).long()
         for j in range(ids.shape[1]):

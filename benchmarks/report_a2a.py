@@ -17,14 +17,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_layer.benchmarks.a2a_work import PEERS
+from moe_layer.benchmarks.a2a_work import PEERS, QUANTIZE
 from moe_layer.benchmarks.machine import describe
 from moe_layer.benchmarks.shapes import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- begin: python benchmarks/report_a2a.py --write -->", "<!-- end -->"
 NOTHING = "No results yet: `moe-layer bench a2a --json benchmarks/results/a2a.json` measures them.\n"
-ORDER = ("sentinel", "fence", "fence+fp8", "auto", "collective", "loopback", *PEERS)
+ORDER = tuple(
+    name if quantize == "given" else f"{name} ({quantize})"
+    for name in ("sentinel", "fence", "fence+fp8", "auto", "collective", "loopback", *PEERS)
+    for quantize in QUANTIZE
+)
 
 Line = dict[str, Any]
 
@@ -64,8 +68,11 @@ def group_of(line: Line) -> tuple[str, str]:
 
 
 def protocol_of(line: Line) -> str:
-    protocol: str = line["parameters"]["protocol"]
-    return protocol
+    """The protocol, and where rows are quantized if the step does."""
+    p = line["parameters"]
+    protocol: str = p["protocol"]
+    quantize = p.get("quantize", "given")
+    return protocol if quantize == "given" else f"{protocol} ({quantize})"
 
 
 def render(lines: Sequence[Line]) -> str:

@@ -121,6 +121,14 @@ def add_commands(commands: Any) -> None:
         help="sentinel, fence, fence+fp8 (E4M3 partial results), auto (sentinel up to the measured crossover, then "
         "fence), collective, loopback (default: sentinel,fence; on the CPU collective)",
     )
+    a2a.add_argument(
+        "--quantize",
+        type=names,
+        default=("given",),
+        metavar="HOW,…",
+        help="where rows become the format's: given (not timed), before (by its own kernels, then dispatch), fused "
+        "(by dispatch itself) (default: given)",
+    )
     a2a.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time beside them: nccl")
     a2a.add_argument("--ranks", type=positive, metavar="P", help="(default: as many as GPUs; on the CPU 2)")
     a2a.add_argument(
@@ -242,6 +250,7 @@ def _bench_a2a(arguments: argparse.Namespace) -> int:
         ),
         phases=not arguments.no_phases and arguments.crossover is None,
         seed=arguments.seed,
+        quantize=arguments.quantize,
     )
     fence = next((name for name in protocols if name.startswith("fence")), "fence")
     return a2a_show.run(plan, json_file=arguments.json, crossover=arguments.crossover, fence=fence)

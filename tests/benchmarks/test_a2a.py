@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,25 @@ def loopback(model: str = "deepseek_v41", routing: str = "perfect") -> Case:
 @pytest.mark.parametrize("model", ["deepseek_v41", "deepseek_v41:nvfp4", "deepseek_v3:bf16", "deepseek_v3", "kimi_k3"])
 def test_a_right_transport_passes(model: str) -> None:
     assert time_case(ONE, loopback(model), QUICK).step_us > 0
+
+
+@pytest.mark.parametrize("quantize", ["before", "fused"])
+@pytest.mark.parametrize("model", ["deepseek_v41", "deepseek_v41:nvfp4", "deepseek_v3", "kimi_k3:mxfp4"])
+def test_steps_that_quantize(model: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values drawn anew for every step; a bit that a quantizer inside dispatch gets wrong is found."""
+    case = replace(loopback(model), quantize=quantize)
+    assert time_case(ONE, case, QUICK).step_us > 0
+    right = OneRank.dispatch
+    for field in ("hidden_states", "hidden_states_scale"):
+
+        def wrong(self: OneRank, field: str = field) -> DispatchResult:
+            result = right(self)
+            damage(field)(result)
+            return result
+
+        monkeypatch.setattr(OneRank, "dispatch", wrong)
+        with pytest.raises(CommunicationError, match="1 of 5 combined rows differ from the reference"):
+            time_case(ONE, case, QUICK)
 
 
 def damage(field: str, bit: int = 1) -> Callable[[DispatchResult], None]:
@@ -203,6 +223,8 @@ def test_a_failing_case_is_a_line_and_the_next_one_runs(
         ("--device cpu --ranks 2 --launch single", "on the CPU several ranks need a process each"),
         ("--device cpu --ranks 300", "perfect routing sends up to 1 selections of a token to rank"),
         ("--device cpu --crossover x.json", "the crossover is between Sentinel and Fence, which run between GPUs"),
+        ("--device cpu --quantize later", "unknown way to quantize 'later'; known: given, before, fused"),
+        ("--device cpu --model kimi_linear --quantize fused", "kimi_linear:bf16 has nothing to quantize"),
         ("--tokens 0", "must be at least 1, got 0"),
         ("--tokens 1,x", "invalid"),
         ("--launch mpirun", "invalid choice: 'mpirun'"),
