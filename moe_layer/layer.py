@@ -26,15 +26,13 @@ from moe_layer.router import Router
 from moe_layer.shared_experts import SharedExperts
 from moe_layer.stages import Profiler
 from moe_layer.weights import GatedMLP
-from moe_layer.wire import Wire
+from moe_layer.wire import Wire, implied_activation_format
 
 if TYPE_CHECKING:
     from moe_layer.models.loader import LayerTensors
 
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-# What a checkpoint's weights imply for the activations; every fp8 weight format means "fp8".
-ACTIVATION_OF = {"bf16": "bf16", "fp32": "fp32", "int4": "bf16", "mxfp4": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 
 
 def _exact(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -46,16 +44,6 @@ def _exact(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return method(self, *args, **kwargs)
 
     return run
-
-
-def implied_activation_format(weight_format: str) -> str:
-    """What activations travel and are multiplied in, unless the caller says otherwise.
-
-    Raises:
-        FormatError: an unknown format name.
-    """
-    get_format(weight_format)
-    return "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
 
 
 class MoELayer(nn.Module):
@@ -76,10 +64,12 @@ class MoELayer(nn.Module):
         device: where the layer runs; None: the current GPU where there is one, else the CPU.
         backend: computes the experts; None: the fastest that serves the device and the formats.
         shared_weight_format: of the shared experts; None: that of ``dtype``, or the routed one if it is an FP8 format.
+        quantize_at: ``"source"``: tokens are quantized, then dispatched; ``"target"``: they travel in ``dtype`` and are
+            quantized on arrival (:mod:`moe_layer.wire`). For inputs of that dtype the output is the same, to the bit.
         allocate: False leaves expert weights without memory, for :meth:`adopt_tensors` to bring.
 
     Raises:
-        ConfigError: an unsupported dtype, an impossible placement.
+        ConfigError: an unsupported dtype or ``quantize_at``, an impossible placement.
         FormatError: an unknown format name.
         UnsupportedDeviceError: a device that is not there.
 
@@ -112,6 +102,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         backend: ComputeBackend | None = None,
         shared_weight_format: str | None = None,
+        quantize_at: str = "source",
         allocate: bool = True,
     ) -> None:
         super().__init__()
@@ -129,7 +120,7 @@ class MoELayer(nn.Module):
         self.layer = layer
         self.weight_format = weight_format
         self.activation_format = activation_format
-        self._wire_format = get_format(activation_format)
+        self._format = get_format(activation_format)
         self.device = resolve_device(device)
         self.backend = backend or select_backend(self.device, weight_format, activation_format)
         self.activation = Activation(
@@ -141,10 +132,11 @@ class MoELayer(nn.Module):
         width, inner, count = cfg.routed_hidden_size, cfg.moe_intermediate_size, len(self.local_experts)
         self.comm = self.ep.communicator(self.placement, width)
         self.partial_dtype = torch.float32 if activation_format == "fp32" else torch.bfloat16
-        wire = self._wire_format
+        self.quantize_at = quantize_at
+        self._wire = Wire(self._format, in_kernel=self.comm.encodes_in_kernel, quantize_at=quantize_at, plain=plain)
+        wire = self._wire.travelling
         # A scale a row may travel with two-level formats; see Format.to_wire.
         scale_bytes = wire.scale_row_bytes(width, per_row_global_scale=wire.two_level)
-        self._wire = Wire(wire, in_kernel=self.comm.encodes_in_kernel)
         self.comm.reserve(
             wire.row_bytes(width), scale_bytes, cfg.num_experts_per_tok, self.partial_dtype.itemsize,
             self._wire.encoder(None),
@@ -194,6 +186,8 @@ class MoELayer(nn.Module):
         ep: ExpertParallel | None = None,
         activation_format: str | None = None,
         device: torch.device | str | None = None,
+        *,
+        quantize_at: str = "source",
     ) -> MoELayer:
         """Load one decoder layer's MoE block from a checkpoint folder: this rank's experts only.
 
@@ -201,7 +195,7 @@ class MoELayer(nn.Module):
         with it, saturates nothing and needs no agreement between ranks (:meth:`set_static_scales` sets them).
 
         Raises:
-            ConfigError: a config that is not understood, or a layer that is not MoE.
+            ConfigError: a config that is not understood, a layer that is not MoE, or an unknown ``quantize_at``.
             CheckpointError, FormatError: tensors that are missing, extra, mis-shaped or without their scales.
         """
         # The one upward import: models builds on this class, and this method is the facade to it.
@@ -226,6 +220,7 @@ class MoELayer(nn.Module):
             dtype=torch.float32 if plain else torch.bfloat16,
             device=device,
             shared_weight_format=None if tensors.shared_gate_up is None else tensors.shared_gate_up.format,
+            quantize_at=quantize_at,
             allocate=False,
         )
         self.adopt_tensors(tensors)
@@ -307,8 +302,8 @@ class MoELayer(nn.Module):
             FormatError: a scale that is not finite and positive.
             CheckpointError: a wrong shape or dtype.
         """
-        if not self._wire_format.two_level:
-            raise ConfigError(f"{self._wire_format.name} activations have no static scale")
+        if not self._format.two_level:
+            raise ConfigError(f"{self._format.name} activations have no static scale")
         for name, scale, shape in (
             ("input_global_scale", input, []),
             ("fc1_output_global_scale", fc1_output, [len(self.local_experts)]),
@@ -449,7 +444,7 @@ class MoELayer(nn.Module):
 
     def _compute(self, received: DispatchResult, width: int) -> torch.Tensor:
         """The experts' work on what was received; returns the combine input, ``[S, width]``."""
-        fmt, experts, backend = self._wire_format, self.routed_experts, self.backend
+        fmt, experts, backend = self._format, self.routed_experts, self.backend
         with self._stage("index"):
             index = backend.build_index(
                 received.topk_ids, self.first_expert, len(self.local_experts), local_table=self.local_table
@@ -457,8 +452,9 @@ class MoELayer(nn.Module):
             # As many as uniform routing gives: kernels choose their tiles by it.
             share = len(self.local_experts) / self.cfg.n_routed_experts
             index = replace(index, expected_rows=math.ceil(received.topk_ids.numel() * share))
+        with self._stage("quantize"):
+            x = self._wire.receive(received, width, self.input_global_scale)
         with self._stage("fc1"):
-            x = fmt.from_wire(received.hidden_states, received.hidden_states_scale, width, self.input_global_scale)
             h = backend.fc1(
                 x,
                 experts.gate_up.weights(),
@@ -502,6 +498,6 @@ class MoELayer(nn.Module):
         return (
             f"layer={self.layer}, experts={len(self.local_experts)}/{self.cfg.n_routed_experts}, "
             f"top_k={self.cfg.num_experts_per_tok}, weights={self.weight_format}, "
-            f"activations={self.activation_format}, backend={self.backend.name}, protocol={self.comm.protocol}, "
-            f"ep_rank={self.ep.ep_rank}/{self.ep.ep_size}"
+            f"activations={self.activation_format} at the {self.quantize_at}, backend={self.backend.name}, "
+            f"protocol={self.comm.protocol}, ep_rank={self.ep.ep_rank}/{self.ep.ep_size}"
         )
