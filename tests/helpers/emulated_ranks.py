@@ -12,6 +12,7 @@ import torch
 from kernel_pool import KernelPool, tasks_of
 from one_sided_check import (
     Batch,
+    Inputs,
     Layer,
     byte_rows,
     check_received,
@@ -91,7 +92,7 @@ class Group:
             **options,
         )
         if pool is not None:
-            compile_layers(pool, ep_size, list(layers.values()), fp8=bool(options.get("fp8_combine")))
+            self.compile(pool, fp8=bool(options.get("fp8_combine")))
         self.comms = {
             name: [channel.communicator(layer.placement(ep_size), layer.hidden_size) for channel in self.channels]
             for name, layer in layers.items()
@@ -100,6 +101,9 @@ class Group:
             for name, layer in layers.items():
                 for comm in self.comms[name]:
                     comm.reserve(layer.row_bytes, layer.scale_bytes, layer.top_k, layer.partial_bytes)
+
+    def compile(self, pool: KernelPool, *, fp8: bool) -> None:
+        compile_layers(pool, self.ep_size, list(self.layers.values()), fp8=fp8)
 
     @property
     def usable(self) -> bool:
@@ -164,13 +168,18 @@ class Group:
             answers.append(int(flag[1]) == int(words[1]))
         return answers
 
+    def given(self, name: str, batch: Batch, seed: int) -> tuple[list[Inputs], list[dict[str, Any]]]:
+        """For each rank: what must travel, and the arguments of dispatch."""
+        layer = self.layers[name]
+        inputs = make_inputs(layer, batch, seed)
+        return inputs, [i.arguments(layer, device) for i, device in zip(inputs, self.devices)]
+
     def step(self, name: str, batch: Batch, seed: int) -> list[torch.Tensor]:
         """One step of layer ``name`` on all ranks; AssertionError where anything differs from the oracle."""
         layer, comms = self.layers[name], self.comms[name]
         assert len(batch.tokens) == self.ep_size
         label = f"{self.ep_size} ranks, seed {seed}, {layer}, {batch}"
-        inputs = make_inputs(layer, batch, seed)
-        arguments = [i.arguments(layer, device) for i, device in zip(inputs, self.devices)]
+        inputs, arguments = self.given(name, batch, seed)
         for comm in comms:
             self.warm(layer, batch, comm.ep_rank, arguments[comm.ep_rank])
         self.poison(0x7F if seed % 2 else 0x00, 0xFF)
