@@ -60,7 +60,8 @@ def test_first_call_inside_a_graph_capture(name):
     for seed in (3, 4):
         x = rows(seed)
         static.copy_(x)
-        values.fill_(float("nan"))
+        if values.data_ptr() != static.data_ptr():  # the identity format returns its input
+            values.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
         assert_same_values(values, fmt.dequantize(fmt.quantize(x)))
