@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 pytest.importorskip("cutlass", reason="needs the CuTe DSL (pip install 'moe-layer[cuda]')")
 pytest.importorskip("ml_dtypes")
 
@@ -19,6 +18,8 @@ from quant_kernels import KINDS, Decoding, Encoding, decoders_of, encoders_of, v
 from moe_layer.errors import MoELayerError
 from moe_layer.kernel_cache import device_arch
 from moe_layer.quant import QuantizedTensor, get_format, launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
