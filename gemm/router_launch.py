@@ -17,7 +17,7 @@ from moe_layer.gemm.router_spec import (
     choose_logits,
     logits_specs,
 )
-from moe_layer.kernel_cache import dsl_available, get_kernel
+from moe_layer.kernel_cache import anchor, dsl_available, get_kernel
 
 ARCH, CAPABILITY = "sm_90a", (9, 0)
 LOGITS_SIGNATURE, CHOICE_SIGNATURE = "lllli", "lllllli"
@@ -95,7 +95,7 @@ class RouterKernels:
     def __init__(self, model: RouterModel, weight: torch.Tensor) -> None:
         self.model = model
         self.terms = split_weight(weight)
-        self._anchor = torch.zeros(16, dtype=torch.uint8, device=weight.device)
+        self._anchor = anchor(weight.device)
         self._kernels: dict[Any, tuple[LogitsSpec, Callable[..., None], Callable[..., None]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
