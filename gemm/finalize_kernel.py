@@ -15,8 +15,8 @@ multiprocessor (4.3 TB/s at 1 µs is 33 KiB); for few, blocks of 4 warps with na
 rows at once. Rows are read once and pass by L1.
 
 Predicted for an H200: 2.0 µs for 8 slots of 7168 in a chain of PDL launches (empty kernel 0.7, two loads from L2 one
-after the other 0.6, the rest block start, arithmetic and stores); ≥ 90 % of copy rate from 4096 slots. Not
-measured yet.
+after the other 0.6, the rest block start, arithmetic and stores); ≥ 90 % of copy rate from 4096 slots.
+Measured: 1.3 µs, and 3.3 to 3.9 TB/s (docs/performance.md).
 """
 
 from __future__ import annotations
