@@ -151,6 +151,12 @@ def build_parser() -> Parser:
         help="what activations are quantized to (default: what the checkpoint implies)",
     )
     run.add_argument(
+        "--quantize-at",
+        choices=("source", "target"),
+        default="source",
+        help="quantize tokens before dispatch, or send them in BF16 and quantize on arrival (default: source)",
+    )
+    run.add_argument(
         "--protocol", default="auto", help="transport between ranks (default: auto; see `moe-layer doctor`)"
     )
     run.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is a GPU)")
@@ -252,6 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check=arguments.check,
         repeat=arguments.repeat,
         activation_format=arguments.activation_format,
+        quantize_at=arguments.quantize_at,
         protocol=arguments.protocol,
         device=arguments.device,
         seed=arguments.seed,

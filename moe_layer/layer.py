@@ -65,7 +65,8 @@ class MoELayer(nn.Module):
         backend: computes the experts; None: the fastest that serves the device and the formats.
         shared_weight_format: of the shared experts; None: that of ``dtype``, or the routed one if it is an FP8 format.
         quantize_at: ``"source"``: tokens are quantized, then dispatched; ``"target"``: they travel in ``dtype`` and are
-            quantized on arrival (:mod:`moe_layer.wire`). For inputs of that dtype the output is the same, to the bit.
+            quantized on arrival (:mod:`moe_layer.wire`). For rows of that dtype (not Kimi-K3's latent ones, which are
+            FP32 otherwise) the output is the same, to the bit.
         allocate: False leaves expert weights without memory, for :meth:`adopt_tensors` to bring.
 
     Raises:
@@ -79,6 +80,7 @@ class MoELayer(nn.Module):
         shared_experts: :class:`SharedExperts` or None.
         latent: :class:`LatentProjection` or None.
         weight_format, activation_format: registry names, as chosen.
+        dispatch_format: registry name of what tokens travel in.
         local_experts: global ids of this rank's experts, in local order.
         profiler: called with a stage's name, wraps the stage; None for none.
         input_global_scale: scalar fp32, NVFP4's static scale of the activations, the same on every rank; None: each
@@ -135,6 +137,7 @@ class MoELayer(nn.Module):
         self.quantize_at = quantize_at
         self._wire = Wire(self._format, in_kernel=self.comm.encodes_in_kernel, quantize_at=quantize_at, plain=plain)
         wire = self._wire.travelling
+        self.dispatch_format = wire.name
         # A scale a row may travel with two-level formats; see Format.to_wire.
         scale_bytes = wire.scale_row_bytes(width, per_row_global_scale=wire.two_level)
         self.comm.reserve(

@@ -21,6 +21,7 @@ from moe_layer.errors import CheckpointError, ConfigError, TensorError
 from moe_layer.layer import MoELayer
 from moe_layer.oracle import OracleLayer, relative_l2
 from moe_layer.parallel import ExpertParallel
+from moe_layer.quant import get_format
 from moe_layer.stages import StageTimer
 
 # The paper's bound on a layer's relative L2 error against fp64 (its Appendix B).
@@ -37,6 +38,7 @@ def run_layer(
     check: bool = False,
     repeat: int = 3,
     activation_format: str | None = None,
+    quantize_at: str = "source",
     protocol: str = "auto",
     device: str | None = None,
     seed: int = 0,
@@ -51,7 +53,7 @@ def run_layer(
         output_file: where rank 0 writes ``hidden_states`` ``[T, hidden]``.
         check: compare with the fp64 oracle on rank 0.
         repeat: timed runs, after one that warms up.
-        activation_format, protocol, device: as of :class:`MoELayer` and :class:`ExpertParallel`.
+        activation_format, quantize_at, protocol, device: as of :class:`MoELayer` and :class:`ExpertParallel`.
 
     Returns:
         The report on rank 0, None on the others.
@@ -70,7 +72,9 @@ def run_layer(
         mine = slice(cuts[rank], cuts[rank + 1])
         ep = ExpertParallel(group, protocol, max_tokens_per_rank=max(1, most), device=where)
         start = time.perf_counter()
-        module = MoELayer.from_pretrained(checkpoint, layer, ep=ep, activation_format=activation_format, device=where)
+        module = MoELayer.from_pretrained(
+            checkpoint, layer, ep=ep, activation_format=activation_format, device=where, quantize_at=quantize_at
+        )
         load_seconds = time.perf_counter() - start
 
         own = x[mine].to(where)
@@ -93,7 +97,9 @@ def run_layer(
             error = None
             if check:
                 oracle = OracleLayer(checkpoint, layer)
-                expected = oracle.forward(x, module.activation_format, ranks=ranks, input_ids=input_ids)
+                # What travels unquantized has been rounded to the layer's dtype.
+                sent = x if quantize_at == "source" else x.to(get_format(module.dispatch_format).data_dtype)
+                expected = oracle.forward(sent, module.activation_format, ranks=ranks, input_ids=input_ids)
                 error = relative_l2(y, expected)
             if output_file is not None:
                 save_file({"hidden_states": y}, output_file)
@@ -108,6 +114,7 @@ def run_layer(
                 "backend": module.backend.name,
                 "weight_format": module.weight_format,
                 "activation_format": module.activation_format,
+                "quantize_at": module.quantize_at,
                 "experts_on_rank_0": len(module.local_experts),
                 "bytes_on_rank_0": sum(t.nbytes for t in module.state_dict().values()),
                 "load_seconds": load_seconds,
@@ -199,7 +206,8 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_row("ranks", f"{r['ranks']} × {r['device']}, {r['backend']} compute, {r['protocol']} transport")
     table.add_row("rank 0", f"{r['experts_on_rank_0']} experts, {r['bytes_on_rank_0'] / 2**20:.1f} MiB")
     table.add_row("loaded in", f"{r['load_seconds']:.2f} s")
-    table.add_row("tokens", f"{r['tokens']}, {r['activation_format']} activations")
+    at_target = ", quantized at the target" if r["quantize_at"] == "target" else ""
+    table.add_row("tokens", f"{r['tokens']}, {r['activation_format']} activations{at_target}")
     table.add_row("time", f"{best * 1e3:.2f} ms (best of {len(r['seconds'])})")
     table.add_row("of which", ", ".join(f"{stage} {s * 1e3:.2f}" for stage, s in r["stage_seconds"].items()) + " ms")
     if r["relative_l2_error"] is not None:

@@ -274,6 +274,23 @@ def test_run_with_files(v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert torch.equal(load_file(target)["hidden_states"], expected)
 
 
+def test_run_quantizes_at_the_target(v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same result file; an FP32 input travels in BF16 and is checked as such."""
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(6))
+    files = {at: tmp_path / f"{at}.safetensors" for at in ("source", "target")}
+    save_file({"hidden_states": x}, tmp_path / "x.safetensors")
+    for at, file in files.items():
+        argv = ["run", str(v3), "--layer", "3", "--output", str(file), "--device", "cpu", "--repeat", "1"]
+        if at == "target":
+            argv += ["--quantize-at", at, "--check"]
+            assert cli.main([*argv, "--input", str(tmp_path / "x.safetensors")]) == 0
+            assert "quantized at the target" in capsys.readouterr().out
+        save_file({"hidden_states": x.bfloat16()}, tmp_path / "rounded.safetensors")
+        report = json_of([*argv, "--input", str(tmp_path / "rounded.safetensors")], capsys)
+        assert report["quantize_at"] == at and report["activation_format"] == "fp8"
+    assert files["source"].read_bytes() == files["target"].read_bytes()
+
+
 def test_run_reports_a_wrong_result(
     v3: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

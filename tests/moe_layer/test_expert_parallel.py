@@ -57,6 +57,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"weight_format": "fp8_128x128"},
     "mxfp8 × mxfp4": {"weight_format": "mxfp4"},
+    "mxfp8 × mxfp4, at the target": {"weight_format": "mxfp4", "quantize_at": "target"},
     "nvfp4": {"weight_format": "nvfp4"},
     "int4": {"weight_format": "int4"},
 }
