@@ -315,7 +315,9 @@ class OneSidedComm(ExpertParallelComm):
         key = ("encoded", encoder.kernel, hidden_states.shape[1])
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = encoder.quantize(hidden_states[:0])
+            found = encoder.quantize(hidden_states[:0])
+            for comm in self.channel.same_layer(self):  # emulated ranks: nothing may be loaded once one of them spins
+                comm._known[key] = found
         return found  # type: ignore[no-any-return]
 
     def _result(
