@@ -305,6 +305,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     archs = precompile.architectures(arguments.arch)
     work = precompile.families(shapes, arguments.ranks, archs, arguments.ids, fp8_combine=arguments.fp8_combine)
     work += precompile.stage_families(shapes, arguments.ranks, archs)
+    work += precompile.quantizer_families(shapes, archs)
     work += precompile.router_families(arguments.models, archs)
     report = precompile.run(work, progress=not arguments.json)
     if arguments.json:

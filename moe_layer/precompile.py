@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,32 @@ def stage_families(shapes: Sequence[Shape], ep_sizes: Sequence[int], archs: Sequ
             for output_bytes in (2, 4):
                 key = (arch, "finalize", shape.hidden_size, shape.top_k, output_bytes)
                 found[key] = finalize(shape.hidden_size, shape.top_k, output_bytes, arch)
+    return list(found.values())
+
+
+def quantizer_families(shapes: Sequence[Shape], archs: Sequence[str]) -> list[Family]:
+    """Quantizers of activations, at the source and after FC1, and the way back of activations and weights to BF16."""
+    import torch
+
+    from moe_layer.quant import launch
+
+    found: dict[tuple[Any, ...], Family] = {}
+
+    def add(what: str, spec: Any) -> None:
+        for arch in archs:
+            build = partial(launch.kernel, spec, arch)
+            found.setdefault((arch, spec), Family(arch, what, build))
+
+    for shape in shapes:
+        activations, widths = get_format(shape.activation_format), (shape.hidden_size, shape.intermediate_size)
+        for dtype, columns in zip((torch.bfloat16, torch.float32), widths):
+            for kind, encode in launch.served_encoders(activations, dtype, columns).items():
+                from_dtype = "BF16" if dtype == torch.bfloat16 else "FP32"
+                add(f"{from_dtype} rows of {columns} to {activations.name}, for {kind} units", encode)
+        for name in dict.fromkeys((shape.activation_format, shape.weight_format)):
+            for columns in widths:
+                for kind, decode in launch.served_decoders(get_format(name), torch.bfloat16, columns).items():
+                    add(f"{name} rows of {columns} to BF16, for {kind} units", decode)
     return list(found.values())
 
 

@@ -53,10 +53,10 @@ def finite_magnitude(words: Any) -> Any:
 
 def divide_all(values: Any, divisor: Float32, inverse: Float32) -> list[Float32]:
     """``values / divisor``, correctly rounded where normal; ``inverse`` is the correctly rounded ``1 / divisor``."""
-    minus = reg.number(reg.bits(inverse) ^ Uint32(0x80000000))
+    minus = reg.negative(inverse)
     quotients = []
     for x in values:
-        opposite = reg.number(reg.bits(x) ^ Uint32(0x80000000))
+        opposite = reg.negative(x)
         q = reg.multiply(x, inverse)
         q = reg.fused(minus, reg.fused(divisor, q, opposite), q)
         quotients.append(reg.fused(minus, reg.fused(divisor, q, opposite), q))

@@ -32,6 +32,7 @@ VECTOR_BYTES = 16
 DTYPES = (torch.bfloat16, torch.float32)
 MAX_UNITS = 2**30  # 32-bit arithmetic on units
 MAX_ROW_THREADS = 512  # of a row that is held in registers: 128 a thread
+MAX_HELD = 4  # vectors a thread holds of such a row, times bytes of a value: more of them are spilled
 FEW_THREADS, MANY_THREADS = 128, 256
 # Up to so many threads' units spread over more multiprocessors in small blocks: 132 · 2048 / 2.
 FEW_UNITS = 1 << 17
@@ -170,11 +171,11 @@ def quantize_by_kernel(fmt: Format, x: torch.Tensor, global_scale: torch.Tensor 
         TensorError: as ``fmt.quantize``.
     """
     check_input(fmt, x, global_scale)
-    if not x.is_cuda or x.dtype not in DTYPES:
+    if x.dtype not in DTYPES:
         return None
-    kinds = _encode_kinds(fmt, x.dtype, global_scale is not None, x.shape[-1], x.device)
+    kinds = _encode_kinds(fmt, x.dtype, global_scale is None, x.shape[-1], x.device)
     rows = _rows(x, VECTOR_BYTES)
-    if kinds is None or rows is None or rows[0] * max(s.padded_vectors for s in kinds.values()) > MAX_UNITS:
+    if not kinds or rows is None or rows[0] * max(s.padded_vectors for s in kinds.values()) > MAX_UNITS:
         return None
     count, stride = rows
     given = (0, 0)
@@ -219,10 +220,10 @@ def dequantize_by_kernel(fmt: Format, q: QuantizedTensor, dtype: torch.dtype) ->
         FormatError, TensorError: as ``fmt.dequantize``.
     """
     check_stored(fmt, q)
-    if dtype not in DTYPES or not q.data.is_cuda:
+    if dtype not in DTYPES:
         return None
     kinds = _decode_kinds(fmt, dtype, q.columns, q.data.device)
-    if kinds is None or q.scale is None or q.scale.device != q.data.device:
+    if not kinds or q.scale is None or q.scale.device != q.data.device:
         return None
     some = kinds["few"]
     data, scale = _rows(q.data, some.unit_bytes), _rows(q.scale, some.decoder.scale_entry_bytes)
@@ -278,30 +279,37 @@ def _arch(device: torch.device) -> str | None:
         return None
 
 
+def served_encoders(
+    fmt: Format, dtype: torch.dtype, columns: int, *, per_row_global_scale: bool = True
+) -> dict[str, EncodeSpec]:
+    """The kernels that quantize rows of ``columns`` values, by name; none where PyTorch does it."""
+    encoder = fmt.kernel_encoder(dtype, per_row_global_scale=per_row_global_scale)
+    if encoder is None or columns % encoder.vector_values:
+        return {}
+    kinds = encode_specs(encoder, dtype.itemsize, columns)
+    return {} if any(spec.chunks * dtype.itemsize > MAX_HELD for spec in kinds.values()) else kinds
+
+
+def served_decoders(fmt: Format, dtype: torch.dtype, columns: int) -> dict[str, DecodeSpec]:
+    """The kernels that dequantize rows of ``columns`` values, by name; none where PyTorch does it."""
+    decoder = fmt.kernel_decoder()
+    if decoder is None or columns * dtype.itemsize % VECTOR_BYTES:
+        return {}
+    return decode_specs(decoder, dtype.itemsize, columns)
+
+
 @cache
 def _encode_kinds(
-    fmt: Format, dtype: torch.dtype, global_scale_given: bool, columns: int, device: torch.device
-) -> dict[str, EncodeSpec] | None:
+    fmt: Format, dtype: torch.dtype, per_row_global_scale: bool, columns: int, device: torch.device
+) -> dict[str, EncodeSpec]:
     if _arch(device) is None:
-        return None
-    encoder = fmt.kernel_encoder(dtype, per_row_global_scale=not global_scale_given)
-    if encoder is None or columns % encoder.vector_values:
-        return None
-    kinds = encode_specs(encoder, dtype.itemsize, columns)
-    # A row's own scale: two vectors a thread of the largest block at most.
-    return None if any(spec.chunks > 2 for spec in kinds.values()) else kinds
+        return {}
+    return served_encoders(fmt, dtype, columns, per_row_global_scale=per_row_global_scale)
 
 
 @cache
-def _decode_kinds(fmt: Format, dtype: torch.dtype, columns: int, device: torch.device) -> dict[str, DecodeSpec] | None:
-    if _arch(device) is None:
-        return None
-    decoder = fmt.kernel_decoder()
-    return (
-        None
-        if decoder is None or columns * dtype.itemsize % VECTOR_BYTES
-        else decode_specs(decoder, dtype.itemsize, columns)
-    )
+def _decode_kinds(fmt: Format, dtype: torch.dtype, columns: int, device: torch.device) -> dict[str, DecodeSpec]:
+    return {} if _arch(device) is None else served_decoders(fmt, dtype, columns)
 
 
 _launched: dict[tuple[EncodeSpec | DecodeSpec, torch.device], Callable[..., None]] = {}

@@ -89,6 +89,47 @@ def test_stage_families_are_what_the_stages_launch(monkeypatch: pytest.MonkeyPat
     assert asked == {(spec, "sm_90a") for spec in wanted} and len(wanted) == 12
 
 
+def test_quantizer_families_are_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the kernels that quantizing and dequantizing choose for few and for many rows, as if here were a GPU."""
+    pytest.importorskip("cutlass")
+    import torch
+
+    from moe_layer.quant import launch
+
+    asked: set[Any] = set()
+    wanted: set[Any] = set()
+
+    def get_kernel(launched: Any, spec: Any, signature: str, arch: str) -> Any:
+        asked.add((spec, arch))
+        return lambda *arguments: None
+
+    def launcher(spec: Any, device: Any) -> Any:
+        wanted.add((spec, "sm_90a"))
+        return lambda *arguments: None
+
+    monkeypatch.setattr(launch, "get_kernel", get_kernel)
+    monkeypatch.setattr(launch, "_launcher", launcher)
+    monkeypatch.setattr(launch, "_arch", lambda device: "sm_90a")
+    shape = get_shape("kimi_k3:nvfp4")
+    work = precompile.quantizer_families([shape, shape], ["sm_90a"])
+    assert len(work) == len({family.name for family in work})
+    for family in work:
+        family.build()
+    try:
+        for rows in (1, 4096):
+            h = torch.empty(rows, shape.intermediate_size)
+            for x in (torch.empty(rows, shape.hidden_size, dtype=torch.bfloat16), h):
+                q = launch.quantize_by_kernel(get_format("nvfp4"), x, None)
+                assert q is not None
+                launch.dequantize_by_kernel(get_format("nvfp4"), q, torch.bfloat16)
+                weight = get_format(shape.weight_format).quantize_reference(x.zero_())
+                launch.dequantize_by_kernel(get_format(shape.weight_format), weight, torch.bfloat16)
+    finally:
+        launch._encode_kinds.cache_clear()
+        launch._decode_kinds.cache_clear()
+    assert asked == wanted and len(wanted) == 2 + 2 * 2 * 2
+
+
 def test_router_families_are_what_a_router_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the kernels that a router asks for in steps of any size, with and without image tokens."""
     import torch
@@ -155,6 +196,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
     monkeypatch.setattr(precompile, "families", families)
     monkeypatch.setattr(precompile, "stage_families", lambda *arguments: [])
     monkeypatch.setattr(precompile, "router_families", lambda *arguments: [])
+    monkeypatch.setattr(precompile, "quantizer_families", lambda *arguments: [])
     argv = ["compile", "kimi_k3", "--ranks", "2,4", "--arch", "sm_90a"]
     assert cli.main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -25,7 +25,7 @@ DECODED = [(name, dtype) for name in ("fp8", "mxfp8", "mxfp4", "nvfp4") for dtyp
 # Every kernel for the longest rows of the models; where a block holds a row, and for short last scale blocks, others.
 ENCODER_CASES = [("sm_90a", 7168, *case) for case in ENCODED]
 ENCODER_CASES += [("sm_90a", 320, "fp8", BF16, False), ("sm_90a", 16384, "nvfp4", BF16, False)]
-ENCODER_CASES += [("sm_90a", 32768, "nvfp4", FP32, False), ("sm_90a", 128, "nvfp4", BF16, False)]
+ENCODER_CASES += [("sm_90a", 32768, "nvfp4", BF16, False), ("sm_90a", 128, "nvfp4", BF16, False)]
 ENCODER_CASES += [("sm_100a", 7168, *case) for case in ENCODED if case[1] == BF16]
 ENCODER_CASES += [("sm_103a", 16384, *case) for case in ENCODED if case[1] == FP32]
 DECODER_CASES = [("sm_90a", 7168, *case) for case in DECODED]
@@ -62,7 +62,7 @@ def test_encoders(arch, columns, name, dtype, given, tmp_path):
     specs = encoders_of(get_format(name), dtype, columns, given=given)
     assert set(specs) == ({"row"} if name == "nvfp4" and not given else {"few", "many"})
     for kind, spec in specs.items():
-        if kind == "few" and arch != "sm_90a":
+        if kind == "few" and (arch != "sm_90a" or dtype == FP32):
             continue  # the same code, in smaller blocks
         machine = compiled(spec, arch, tmp_path)
         loads = spec.chunks * spec.vector_bytes // 16
@@ -81,7 +81,7 @@ def test_encoders(arch, columns, name, dtype, given, tmp_path):
 def test_decoders(arch, columns, name, dtype, tmp_path):
     specs = decoders_of(get_format(name), dtype, columns)
     for kind, spec in specs.items():
-        if kind == "few" and arch != "sm_90a":
+        if kind == "few" and (arch != "sm_90a" or dtype == FP32):
             continue
         machine = compiled(spec, arch, tmp_path)
         assert len(machine.all(r"STG\..*")) == len(machine.all(r"STG\.E(\.\w+)*\.128(\.\w+)*")) == spec.chunks
