@@ -101,13 +101,14 @@ def encode_row(
             for c in range_constexpr(spec.chunks):
                 largest = dev.maximum(largest, e.magnitude(values[c]))
         else:
-            total = spec.hidden_vectors * loads
+            # Whole vectors of the wire, as above: a block with NaN or infinity in it counts for nothing as a whole.
             threads = spec.payload_warps * WARP
-            found = []
-            for j in range_constexpr(-(-total // threads)):
+            for j in range_constexpr(-(-spec.hidden_vectors // threads)):
                 u = tid + j * threads
-                found.append(load_vector_if((u < Int32(total)) & (given != Uint32(0)), row + Int64(u) * 16))
-            for words in found:
+                inside = (u < Int32(spec.hidden_vectors)) & (given != Uint32(0))
+                words = []
+                for k in range_constexpr(loads):
+                    words += load_vector_if(inside, row + (Int64(u) * loads + k) * 16)
                 largest = dev.maximum(largest, e.magnitude(words))
         largest = cute.arch.warp_redux_sync(largest, "umax")
         if lane == Int32(0):
