@@ -40,7 +40,8 @@ def number(word: Uint32) -> Float32:
 
 
 def negative(value: Float32) -> Float32:
-    return number(bits(value) ^ Uint32(0x80000000))
+    """Part of the instruction that takes it, where a flip of the sign bit would be one of its own."""
+    return inline_ptx("neg.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
 
 
 def multiply(a: Float32, b: Float32) -> Float32:

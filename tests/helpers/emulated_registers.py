@@ -104,6 +104,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, has_e2m1: bool = False, seed: in
     instructions: dict[str, Any] = {
         "bits": bits,
         "number": number,
+        "negative": lambda value: number(bits(value) ^ U32(0x80000000)),
         "multiply": lambda a, b: np.asarray(a * b, F32),
         "fused": fused,
         "larger": np.fmax,
