@@ -14,8 +14,8 @@ import torch
 
 from moe_layer.errors import TensorError
 
-# Above the width of every model's rows; more values than these would take registers that a block's threads lack.
-MAX_COLUMNS = 8192
+# The widest model's rows. Of wider ones, kernels of three ranks and more spill.
+MAX_COLUMNS = 7168
 
 
 class KernelEncoder(Protocol):

@@ -20,7 +20,10 @@ the first add, and adds in ascending rank order in FP32.
 Nothing on the way to the first remote access waits for the state word, and what is needed after a barrier is loaded
 before it.
 
-Shared memory: 2·ep_size + 1 words. Invariants: docs/protocols.md.
+With an encoder, payload warps make their vectors out of BF16 rows (:mod:`moe_layer.comm.encode_row`), while the routing
+warp takes slots; the scales pass the same barrier as the slots, double-buffered likewise.
+
+Shared memory: 2·ep_size + 1 words; with an encoder two rows' scales and a word a warp. Invariants: docs/protocols.md.
 """
 
 from __future__ import annotations

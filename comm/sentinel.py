@@ -21,7 +21,11 @@ partial results of its own token i, resets them and adds in ascending rank order
 need no escape: the sentinel is a NaN, which the producer replaces by another NaN. Block 0's routing warp also posts the
 combine flag that a later Fence step waits for, and compares the peers' flags of the step before with its own.
 
-Shared memory: 1 word. Invariants: docs/protocols.md.
+With an encoder, payload warps make their vectors out of BF16 rows (:mod:`moe_layer.comm.encode_row`) before they push;
+scales meet behind a barrier of the payload warps. Parts then split a row so that each has the scales of its own values.
+Escapes act on the words that are sent, whoever made them.
+
+Shared memory: none but the barriers'; with an encoder a part's scales and a word a warp. Invariants: docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -309,8 +313,9 @@ def sentinel_dispatch(
     """Launch :func:`sentinel_dispatch_kernel` on ``anchor``'s current stream."""
     # Promised one block a multiprocessor, the compiler takes 106 registers a thread, and a second block of more than
     # 309 threads finds no room. Promised nothing it takes 78: T = 256 goes from 18.5 to 17.0 us (2 x H200, V4.1).
-    # Other widths, more ranks and parts would spill.
-    two_blocks_fit = spec.parts == 1 and spec.ep_size <= 4 and 309 < spec.threads <= 416
+    # Other widths, more ranks and parts, and 32 values a thread to encode would spill.
+    few_values = spec.encoder is None or spec.encoder.vector_values == 16
+    two_blocks_fit = spec.parts == 1 and spec.ep_size <= 4 and 309 < spec.threads <= 416 and few_values
     sentinel_dispatch_kernel(
         spec, ws, peers, table, hidden, scale, ids, weights, hidden_stride, scale_stride,
         to_hidden, to_scale, to_routing, present, meta, landing, escape, landing_stride,
