@@ -81,11 +81,9 @@ class MxFp4Encoder(_OneLevel):
         words = reg.clear_if(bad, words)
         exponent = Int32(top >> Uint32(7)) - Int32(2)
         code = reg.select(exponent > Int32(0), exponent, Int32(0))
-        convert = reg.converts_to_e2m1()
-        factor = reg.power_of_two(Int32(254 if convert else 254 - reg.E2M1_ALIGNMENT) - code)
-        elements = [reg.multiply(x, factor) for x in reg.unpack(words)]
-        word = reg.e2m1_word_of_sm100 if convert else reg.e2m1_word
-        wire = [word(elements[8 * j : 8 * j + 8]) for j in range(4)]
+        factor = reg.power_of_two(Int32(254) - code)
+        elements = [reg.multiply(x, factor) for x in reg.e2m1_operands(words)]
+        wire = [reg.e2m1_word(elements[8 * j : 8 * j + 8], words[4 * j : 4 * j + 4]) for j in range(4)]
         return wire, reg.select(bad, Uint32(255), Uint32(code))
 
 
@@ -130,17 +128,11 @@ class NvFp4Encoder:
             amaxes.append(amax)
         entry = reg.e4m3_pair(*ratios)
         wire = []
-        convert = reg.converts_to_e2m1()
         for j, block_scale in enumerate(reg.e4m3_values(entry)):
             divisor = reg.multiply(block_scale, global_scale)
-            values, divisor = reg.bring_near(reg.unpack(blocks[j]), divisor, amaxes[j])
-            if not convert:
-                divisor = reg.multiply(divisor, Float32(2.0**reg.E2M1_ALIGNMENT))
+            values, divisor = reg.bring_near(reg.e2m1_operands(blocks[j]), divisor, amaxes[j])
             elements = reg.divide_all(values, divisor, reg.reciprocal(divisor))
-            if not convert:
-                elements = [reg.round_to_odd(x) for x in elements]
-            word = reg.e2m1_word_of_sm100 if convert else reg.e2m1_word
-            wire += [word(elements[0:8]), word(elements[8:16])]
+            wire += [reg.e2m1_word(elements[8 * k : 8 * k + 8], blocks[j][4 * k : 4 * k + 4]) for k in range(2)]
         low = reg.select(bad[0], Uint32(NAN_PAIR & 0xFF), entry & Uint32(0xFF))
         high = reg.select(bad[1], Uint32(NAN_PAIR & 0xFF00), entry & Uint32(0xFF00))
         return wire, low | high

@@ -72,7 +72,7 @@ def e2m1_words(elements: Any) -> list[Uint32]:
     if reg.converts_to_e2m1():
         return [reg.e2m1_word_of_sm100(elements[j : j + 8]) for j in range(0, len(elements), 8)]
     elements = [reg.round_to_odd(x) for x in elements]
-    return [reg.e2m1_word(elements[j : j + 8]) for j in range(0, len(elements), 8)]
+    return [reg.e2m1_word_of_aligned(elements[j : j + 8]) for j in range(0, len(elements), 8)]
 
 
 def floor_code(top: Uint32, max_exponent: int) -> Int32:

@@ -6,9 +6,11 @@ one where that decides an element. A quotient by a scale is ``q = x·y`` with ``
 with any ``d`` and the correctly rounded ``y``. Both were verified for every mantissa (tests/quant/test_registers.py).
 The residual is taken as ``d·q − x``, which keeps the sign of zeros.
 
-E2M1 needs sm_100 for a conversion of its own. Elsewhere its codes are read off FP16: scaled by 2**−14, a magnitude has
-E2M1's exponent in FP16's low exponent bits, FP16's subnormals are E2M1's, and the code is the bits from the highest
-mantissa bit up, rounded to nearest even as an integer, two values at a time.
+E2M1 needs sm_100 for a conversion of its own. Elsewhere magnitudes are rounded on three grids at once, by additions to
+2**23, and the least result is the code (:func:`e2m1_word_of_magnitudes`). Or, where values are not BF16 and have no signs
+in pairs, codes are read off FP16: scaled by 2**−14, a magnitude has E2M1's exponent in FP16's low exponent bits, FP16's
+subnormals are E2M1's, and the code is the bits from the highest mantissa bit up, rounded to nearest even as an integer,
+two values at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ NON_FINITE = 0x7F80  # BF16 magnitudes from here on are infinity and NaN
 HALVES = 0x7FFF7FFF  # the magnitudes of two BF16 or FP16
 SMALL_DIVISOR, LARGE_DIVISOR = 2.0**-60, 2.0**100  # beyond them residuals or aligned divisors leave fp32's range
 E2M1_ALIGNMENT = 14  # binades by which E2M1 lies below one in FP16
+CODE_ZERO = 0x4B000000  # 2**23 as FP32, where the lowest bit is 1
 FP16_SIX = 0x0E000E00  # 6 · 2**−14 as FP16, twice
 
 
@@ -78,6 +81,10 @@ def rough_reciprocal(a: Float32) -> Float32:
 
 def maximum(a: Uint32, b: Uint32) -> Uint32:
     return inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def minimum(a: Uint32, b: Uint32) -> Uint32:
+    return inline_ptx("min.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def maximum_of_halves(a: Uint32, b: Uint32) -> Uint32:
@@ -267,7 +274,7 @@ def bring_near(values: Any, divisor: Float32, amax: Float32) -> Any:
     return values, divisor
 
 
-def e2m1_word(aligned: Any) -> Uint32:
+def e2m1_word_of_aligned(aligned: Any) -> Uint32:
     """Eight E2M1 in a word, the first value lowest, of values · 2**−14 that FP16 holds exactly down to 1/8 · 2**−14."""
     word = Uint32(0)
     for j in range(4):
@@ -277,6 +284,42 @@ def e2m1_word(aligned: Any) -> Uint32:
         code = (code & Uint32(0x00070007)) | ((pair >> Uint32(12)) & Uint32(0x00080008))
         word = word | (code << Uint32(4 * j))
     return word
+
+
+def e2m1_word_of_magnitudes(magnitudes: Any, signs: Any) -> Uint32:
+    """Eight E2M1 in a word, the first value lowest, of magnitudes up to 2**16 and the BF16 pairs that have their signs.
+
+    Codes count half units up to 2, units up to 4 and twice units up to 6, so that the code is the least of ``[2m]``,
+    ``[m] + 2``, ``[m/2] + 4`` and 7, each rounded to nearest even as it is added to 2**23. That leaves to the slower
+    integer pipe four operations a value.
+    """
+    word = Uint32(-(CODE_ZERO << 12) - (CODE_ZERO << 8) - (CODE_ZERO << 4) - CODE_ZERO & 0xFFFFFFFF)
+    for j in range(4):
+        halves = [_e2m1_code(magnitudes[j]), _e2m1_code(magnitudes[j + 4])]
+        pair = minimum_of_halves((halves[1] << Uint32(16)) + halves[0], Uint32(CODE_ZERO + 0x00070007))
+        word = word + (pair << Uint32(4 * j))
+    for j in range(4):
+        product = (signs[j] & Uint32(0x80008000)) * Uint32(0x1001)  # the signs in bits 27 and 31
+        word = word | ((product >> Uint32(24 - 8 * j)) & Uint32(0x88 << 8 * j))
+    return word
+
+
+def e2m1_operands(words: Any) -> list[Float32]:
+    """What :func:`e2m1_word` rounds, of BF16 pairs: their values, or magnitudes where it takes the signs from them."""
+    return unpack(words if converts_to_e2m1() else [word & Uint32(HALVES) for word in words])
+
+
+def e2m1_word(elements: Any, words: Any) -> Uint32:
+    """Eight E2M1 in a word, the first value lowest, of scaled :func:`e2m1_operands` of the BF16 pairs ``words``."""
+    return e2m1_word_of_sm100(elements) if converts_to_e2m1() else e2m1_word_of_magnitudes(elements, words)
+
+
+def _e2m1_code(m: Float32) -> Uint32:
+    """The code, or more where it is 7, above ``CODE_ZERO``."""
+    fine = bits(fused(m, Float32(2.0), Float32(2.0**23)))
+    middle = bits(fused(m, Float32(1.0), Float32(2.0**23 + 2)))
+    coarse = bits(fused(m, Float32(0.5), Float32(2.0**23 + 4)))
+    return minimum(minimum(fine, middle), coarse)
 
 
 def round_to_odd(value: Float32) -> Float32:

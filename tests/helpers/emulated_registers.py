@@ -113,6 +113,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, has_e2m1: bool = False, seed: in
         "reciprocal": lambda a: np.asarray(F32(1) / a, F32),
         "rough_reciprocal": rough_reciprocal,
         "maximum": np.maximum,
+        "minimum": np.minimum,
         "maximum_of_halves": lambda a, b: _of_halves(np.maximum, a, b),
         "minimum_of_halves": lambda a, b: _of_halves(np.minimum, a, b),
         "from_neighbour": from_neighbour,
