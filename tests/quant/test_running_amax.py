@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from moe_layer.errors import ConfigError, TensorError
 from moe_layer.quant import dequantize, get_format, quantize
@@ -79,24 +76,18 @@ def test_errors() -> None:
         running.update(torch.ones(3, device="meta"))
 
 
-def _rank(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    together = RunningAmax("cpu", group=dist.group.WORLD)
-    together.update(torch.full((4,), 3.0) if rank else torch.zeros(0))
+def agree_on_rank(ranks: Any) -> tuple[torch.Tensor, float, torch.Tensor]:
+    together = RunningAmax("cpu", group=ranks.group)
+    together.update(torch.full((4,), 3.0) if ranks.rank else torch.zeros(0))
     alone = RunningAmax("cpu")
-    alone.update(torch.tensor([float(1 + rank)]))
+    alone.update(torch.tensor([float(1 + ranks.rank)]))
     before = alone.amax.item()
-    alone.agree()
-    torch.save((together.scale, before, alone.scale), f"{folder}/{rank}")
-    dist.destroy_process_group()
+    alone.agree(ranks.group)
+    return together.scale, before, alone.scale
 
 
-def test_ranks_agree(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
-    for rank in range(2):
-        together, before, alone = torch.load(tmp_path / str(rank))
+def test_ranks_agree(run_ranks: Any) -> None:
+    for rank, (together, before, alone) in enumerate(run_ranks(agree_on_rank, 2)):
         assert together.item() == np.float32(np.float32(3) / np.float32(2688))
         assert before == 1 + rank
         assert alone.item() == np.float32(np.float32(2) / np.float32(2688))
