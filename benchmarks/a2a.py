@@ -185,7 +185,7 @@ class Bench:
             "hidden_size": shape.hidden_size,
             "top_k": shape.top_k,
             "num_experts": shape.num_experts,
-            "dispatch_bytes": shape.dispatch_bytes,
+            "dispatch_bytes": case.dispatch_bytes,
             "combine_bytes": case.combine_bytes,
             "tokens_per_rank": case.tokens,
             "protocol": case.protocol,
@@ -213,7 +213,7 @@ class Bench:
         if self.ceilings is not None:
             pulls = _auto_choice(case) == "fence" if case.protocol == "auto" else case.combine_pulls
             floor = self.ceilings.floor_us(
-                busiest_link(matrix), case.shape.dispatch_bytes, case.combine_bytes, combine_pulls=pulls
+                busiest_link(matrix), case.dispatch_bytes, case.combine_bytes, combine_pulls=pulls
             )
             found["floor"] = floor
             found["ratio_to_bytes"] = timing.step_us / floor["bytes_us"] if floor["bytes_us"] else None

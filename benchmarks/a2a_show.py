@@ -127,7 +127,12 @@ def _case(line: dict[str, Any]) -> str:
 
 def _protocol(parameters: dict[str, Any]) -> str:
     quantize = parameters["quantize"]
-    return parameters["protocol"] + {"given": "", "before": ", quantizing before", "fused": ", quantizing"}[quantize]
+    return (
+        parameters["protocol"]
+        + {"given": "", "before": ", quantizing before", "fused": ", quantizing", "target": ", quantizing after"}[
+            quantize
+        ]
+    )
 
 
 def sentence(line: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ ONE_SIDED: dict[str, dict[str, Any]] = {
 }
 PORTABLE = ("collective", "loopback")
 PEERS = ("nccl",)
-# Where rows are quantized: before the step, in it by the format's own kernels, or by dispatch itself.
-QUANTIZE = ("given", "before", "fused")
+# Where rows are quantized: before the step, in it by the format's own kernels, by dispatch itself, or on arrival, after a
+# dispatch in BF16 ("before" and "target" are the last rows of the paper's Table A.5).
+QUANTIZE = ("given", "before", "fused", "target")
 PRIMES = (251, 127, 83, 61, 31, 13, 7, 3)  # moduli of the checksums in partial results
 
 
@@ -70,6 +71,12 @@ class Case:
     def ids(self, rank: int) -> torch.Tensor:
         """``[T, top_k]`` int32, on the CPU, of source rank ``rank``."""
         return self.routing.ids(self.tokens, self.shape.top_k, self.placement, rank, self.seed)
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """Bytes of a token to each of its ranks."""
+        shape = replace(self.shape, activation_format="bf16") if self.quantize == "target" else self.shape
+        return shape.dispatch_bytes
 
     @property
     def combine_bytes(self) -> int:
@@ -143,9 +150,9 @@ class OneRank:
         self.z: torch.Tensor | None = None  # what the step quantizes
         if case.quantize != "given":
             self.z = torch.empty(case.tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
-            self.encoder = Wire(get_format(shape.activation_format), in_kernel=self.comm.encodes_in_kernel).encoder(
-                None
-            )
+            self.fmt = get_format(shape.activation_format)
+            self.encoder = Wire(self.fmt, in_kernel=self.comm.encodes_in_kernel).encoder(None)
+            self.wire = Wire(self.fmt, in_kernel=False, quantize_at="target")
         self.weights = torch.empty(case.tokens, shape.top_k, device=device)
         self.output = torch.empty(case.tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
         self.generator = torch.Generator(device).manual_seed(case.seed * 1000 + rank.rank)
@@ -165,6 +172,11 @@ class OneRank:
             return self.comm.dispatch(
                 self.z, self.ids, self.weights, runtime_max_tokens_per_rank=self.case.tokens, encoder=self.encoder
             )
+        if self.case.quantize == "target":
+            assert self.z is not None
+            received = self.comm.dispatch(self.z, self.ids, self.weights, runtime_max_tokens_per_rank=self.case.tokens)
+            q = self.arrived = self.wire.receive(received, self.case.shape.hidden_size, None)
+            return replace(received, hidden_states=q.data, hidden_states_scale=q.scale)
         if self.z is not None:
             self.x, self.scale = self.encoder.quantize(self.z)
         return self.comm.dispatch(
@@ -234,10 +246,10 @@ class OneRank:
         self.buffer = self.comm.get_combine_input_buffer()
         valid = (received.topk_ids >= 0).any(1)
         assert received.topk_weights is not None
-        partial = self.partial(
-            self.rank.rank, received.hidden_states, received.topk_ids, received.topk_weights,
-            received.hidden_states_scale,
-        )  # fmt: skip
+        rows, scale = received.hidden_states, received.hidden_states_scale
+        if self.case.quantize == "target":
+            rows, scale = self.fmt.to_wire(replace(self.arrived, data=rows, scale=scale))
+        partial = self.partial(self.rank.rank, rows, received.topk_ids, received.topk_weights, scale)
         self.buffer.copy_(torch.where(valid[:, None], partial, float("nan")))
 
     def reference(self) -> torch.Tensor:

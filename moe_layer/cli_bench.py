@@ -127,7 +127,7 @@ def add_commands(commands: Any) -> None:
         default=("given",),
         metavar="HOW,…",
         help="where rows become the format's: given (not timed), before (by its own kernels, then dispatch), fused "
-        "(by dispatch itself) (default: given)",
+        "(by dispatch itself), target (by its own kernels, after a dispatch in BF16) (default: given)",
     )
     a2a.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time beside them: nccl")
     a2a.add_argument("--ranks", type=positive, metavar="P", help="(default: as many as GPUs; on the CPU 2)")

@@ -41,7 +41,7 @@ def test_a_right_transport_passes(model: str) -> None:
     assert time_case(ONE, loopback(model), QUICK).step_us > 0
 
 
-@pytest.mark.parametrize("quantize", ["before", "fused"])
+@pytest.mark.parametrize("quantize", ["before", "fused", "target"])
 @pytest.mark.parametrize("model", ["deepseek_v41", "deepseek_v41:nvfp4", "deepseek_v3", "kimi_k3:mxfp4"])
 def test_steps_that_quantize(model: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values drawn anew for every step; a bit that a quantizer inside dispatch gets wrong is found."""
@@ -223,7 +223,7 @@ def test_a_failing_case_is_a_line_and_the_next_one_runs(
         ("--device cpu --ranks 2 --launch single", "on the CPU several ranks need a process each"),
         ("--device cpu --ranks 300", "perfect routing sends up to 1 selections of a token to rank"),
         ("--device cpu --crossover x.json", "the crossover is between Sentinel and Fence, which run between GPUs"),
-        ("--device cpu --quantize later", "unknown way to quantize 'later'; known: given, before, fused"),
+        ("--device cpu --quantize later", "unknown way to quantize 'later'; known: given, before, fused, target"),
         ("--device cpu --model kimi_linear --quantize fused", "kimi_linear:bf16 has nothing to quantize"),
         ("--tokens 0", "must be at least 1, got 0"),
         ("--tokens 1,x", "invalid"),
