@@ -7,8 +7,8 @@ with any ``d`` and the correctly rounded ``y``. Both were verified for every man
 The residual is taken as ``d·q − x``, which keeps the sign of zeros.
 
 E2M1 needs sm_100 for a conversion of its own. Elsewhere magnitudes are rounded on three grids at once, by additions to
-2**23, and the least result is the code (:func:`e2m1_word_of_magnitudes`). Or, where values are not BF16 and have no signs
-in pairs, codes are read off FP16: scaled by 2**−14, a magnitude has E2M1's exponent in FP16's low exponent bits, FP16's
+2**23, and the least result is the code (:func:`e2m1_word_of_magnitudes`). Or, where no BF16 pairs bring the signs,
+codes are read off FP16: scaled by 2**−14, a magnitude has E2M1's exponent in FP16's low exponent bits, FP16's
 subnormals are E2M1's, and the code is the bits from the highest mantissa bit up, rounded to nearest even as an integer,
 two values at a time.
 """

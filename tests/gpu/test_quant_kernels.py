@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs the CuTe DSL (pip install 'moe-laye
 pytest.importorskip("ml_dtypes")
 
 import ml_dtypes
-from quant_kernels import KINDS, Decoding, Encoding, decoders_of, encoders_of, values
+from quant_kernels import KINDS, Decoding, Encoding, at_midpoints, decoders_of, encoders_of, values
 
 from moe_layer.errors import MoELayerError
 from moe_layer.kernel_cache import device_arch
@@ -91,6 +91,16 @@ def test_given_global_scales(dtype, columns, scales, arch):
         expected = fmt.quantize_reference(x, global_scale=given)
         for spec in encoder_specs("nvfp4", dtype, columns, True):
             check(Encoding(fmt, spec, x.cuda(), given.cuda(), arch), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_quotients_at_midpoints(name, arch):
+    """An ulp of the quotient decides."""
+    fmt = get_format(name)
+    x, given = at_midpoints(name, 65, 7168, 2)
+    expected = fmt.quantize_reference(x, global_scale=given)
+    for spec in encoder_specs(name, FP32, 7168, given is not None):
+        check(Encoding(fmt, spec, x.cuda(), None if given is None else given.cuda(), arch), expected)
 
 
 @pytest.mark.parametrize(("name", "dtype", "columns"), DECODED)

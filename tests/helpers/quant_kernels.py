@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -158,3 +159,28 @@ def values(kind: str, rows: int, columns: int, dtype: torch.dtype, seed: int) ->
             x = np.where(rng.random(shape) < 0.01, rng.choice([np.inf, -np.inf, np.nan], shape), x)
     with np.errstate(over="ignore"):
         return torch.from_numpy(x.astype(np.float32)).to(dtype)
+
+
+def at_midpoints(name: str, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FP32 ``[rows, columns]`` whose quotients by their scales are an element's rounding boundary, or an ulp off it.
+
+    For ``fp8`` and ``nvfp4``, whose scales are no powers of two; the latter with a given global scale a row.
+    """
+    rng = np.random.default_rng(seed)
+    f32 = np.float32
+    unit = rng.uniform(1, 2, (rows, 1)).astype(f32) * np.exp2(rng.integers(-20, 20, (rows, 1))).astype(f32)
+    if name == "fp8":
+        block, largest = 128, unit * f32(448)
+        divisor = np.repeat(largest / f32(448), columns, axis=1)
+        codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(f32)
+        largest = np.repeat(largest, columns, axis=1)
+    else:
+        block, codes = 16, np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(f32)
+        scales = rng.integers(40, 127, (rows, -(-columns // 16)), dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+        scales = np.repeat(scales.astype(f32), 16, axis=1)[:, :columns]
+        divisor, largest = scales * unit, f32(6) * unit * scales
+    x = (rng.choice((codes[1:] + codes[:-1]) / 2, (rows, columns)) * divisor).astype(f32)
+    x = (x.view(np.int32) + rng.integers(-1, 2, x.shape).astype(np.int32)).view(f32)
+    x[:, ::block] = largest[:, ::block]
+    x *= rng.choice(np.array([-1, 1], f32), x.shape)
+    return torch.from_numpy(x), None if name == "fp8" else torch.from_numpy(unit)

@@ -16,6 +16,7 @@ pytest.importorskip("ml_dtypes")
 
 import ml_dtypes
 from emulated_registers import F32, U32, as_type, choose_all, emulate
+from quant_kernels import at_midpoints
 
 from moe_layer.quant import QuantizedTensor, get_format
 
@@ -51,7 +52,7 @@ def emulate_all(monkeypatch: pytest.MonkeyPatch, *, has_e2m1: bool = False) -> A
     monkeypatch.setattr(device, "bf16_products", bf16_products)
 
 
-def encode_rows(encoder: Any, x: np.ndarray, given: np.float32 | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def encode_rows(encoder: Any, x: np.ndarray, given: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``[T, K]`` → bytes of data, of block scales, and bits of the rows' scales, as lanes of warps make them."""
     tokens, columns = x.shape
     vectors = columns // encoder.vector_values
@@ -60,7 +61,7 @@ def encode_rows(encoder: Any, x: np.ndarray, given: np.float32 | None) -> tuple[
     padded[:, :columns] = x
     by_lane = padded.view(U32).reshape(tokens, lanes, encoder.vector_values)
     words = [by_lane[..., j].copy() for j in range(encoder.vector_values)]
-    scale: Any = U32(0) if given is None else np.asarray(given).view(U32)
+    scale: Any = U32(0) if given is None else given.view(U32)
     if encoder.row_scale:
         scale = encoder.scale_of_row(encoder.magnitude(words).max(-1, keepdims=True))
     wire, entry = encoder.encode(words, scale)
@@ -74,13 +75,13 @@ def raw(t: torch.Tensor) -> np.ndarray:
     return t.contiguous().view(torch.uint8).numpy()
 
 
-def check_encoder(name: str, x: np.ndarray, given: float | None = None) -> None:
+def check_encoder(name: str, x: np.ndarray, given: Any = None) -> None:
     fmt = get_format(name)
-    scale = None if given is None else torch.tensor(given, dtype=torch.float32)
+    scale = None if given is None else torch.as_tensor(given, dtype=torch.float32)
     expected = fmt.quantize_reference(torch.from_numpy(x), global_scale=scale)
     with np.errstate(all="ignore"):
         encoder = fmt.kernel_encoder(torch.float32, per_row_global_scale=given is None)
-        data, scales, row = encode_rows(encoder, x, None if given is None else F32(given))
+        data, scales, row = encode_rows(encoder, x, None if given is None else np.asarray(given, F32))
     assert expected.scale is not None
     np.testing.assert_array_equal(scales, raw(expected.scale))
     np.testing.assert_array_equal(data, raw(expected.data))
@@ -125,6 +126,15 @@ def test_given_scales_of_any_size(exponent, rng, monkeypatch):
     emulate_all(monkeypatch)
     for kind in ("exponents", "any bits"):
         check_encoder("nvfp4", values_of(kind, rng, 40, 1024), float(F32(2.0**exponent * rng.uniform(1, 2))))
+
+
+@pytest.mark.parametrize("has_e2m1", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_quotients_at_midpoints(name, has_e2m1, monkeypatch):
+    """An ulp of the quotient decides: multiplying with the scale's reciprocal does not do."""
+    emulate_all(monkeypatch, has_e2m1=has_e2m1)
+    x, given = at_midpoints(name, 300, 512, 1)
+    check_encoder(name, x.numpy(), None if given is None else given.numpy())
 
 
 def decoded(name: str, q: QuantizedTensor, count: int) -> np.ndarray:
