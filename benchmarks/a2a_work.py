@@ -36,8 +36,8 @@ ONE_SIDED: dict[str, dict[str, Any]] = {
 }
 PORTABLE = ("collective", "loopback")
 PEERS = ("nccl",)
-# Where rows are quantized: before the step, in it by the format's own kernels, by dispatch itself, or on arrival, after a
-# dispatch in BF16 ("before" and "target" are the last rows of the paper's Table A.5).
+# Where rows are quantized: before the step, in it by the format's own kernels, by dispatch itself, or on arrival after
+# one in BF16 ("before" and "target" are the last rows of the paper's Table A.5).
 QUANTIZE = ("given", "before", "fused", "target")
 PRIMES = (251, 127, 83, 61, 31, 13, 7, 3)  # moduli of the checksums in partial results
 
