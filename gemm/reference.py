@@ -69,7 +69,7 @@ class ReferenceBackend(ComputeBackend):
         *,
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        _check_operands("fc1", x, weights, index, parts=2)
+        check_operands("fc1", x, weights, index, parts=2)
         x_format, w_format, h_format = get_format(x.format), get_format(weights.format), get_format(output_format)
         outputs = []
         for expert, start, stop in _experts_with_rows(index):
@@ -84,7 +84,7 @@ class ReferenceBackend(ComputeBackend):
         return _concatenate(outputs)
 
     def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
-        _check_operands("fc2", h, weights, index, parts=1)
+        check_operands("fc2", h, weights, index, parts=1)
         h_format, w_format = get_format(h.format), get_format(weights.format)
         out = torch.empty(h.data.shape[0], weights.rows, dtype=torch.float32, device=h.data.device)
         for expert, start, stop in _experts_with_rows(index):
@@ -143,7 +143,8 @@ def _concatenate(parts: list[QuantizedTensor]) -> QuantizedTensor:
     return QuantizedTensor(first.format, data, join([p.scale for p in parts]), join(scales), first.columns)
 
 
-def _check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:
+def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:
+    """Raise TensorError where rows, weights and index of a stage do not fit each other."""
     if weights.parts != parts:
         raise TensorError(f"{stage}: weights must have {parts} part(s) an expert, got {weights.parts}")
     if weights.columns != x.columns:

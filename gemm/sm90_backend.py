@@ -16,11 +16,10 @@ from typing import ClassVar
 import torch
 
 from moe_layer.errors import TensorError
-from moe_layer.gemm import finalize_launch, index_launch
+from moe_layer.gemm import finalize_launch, index_launch, reference
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.gemm.index import ExpertIndex
-from moe_layer.gemm.reference import ReferenceBackend
 from moe_layer.gemm.sm90_spec import SCALE_BLOCK, GroupedSpec
 from moe_layer.gemm.tile_choice import choose_tile
 from moe_layer.gemm.weights import ExpertWeights
@@ -47,7 +46,7 @@ class Sm90Backend(ComputeBackend):
     name: ClassVar[str] = "sm90"
 
     def __init__(self) -> None:
-        self._reference = ReferenceBackend()
+        self._reference = reference.ReferenceBackend()
 
     def build_index(
         self,
@@ -105,15 +104,7 @@ class Sm90Backend(ComputeBackend):
 
 def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:
     """Raise TensorError where the operands of a stage do not fit each other, or are none that the kernels know."""
-    if weights.parts != parts:
-        raise TensorError(f"{stage}: weights must have {parts} part(s) an expert, got {weights.parts}")
-    if weights.columns != x.columns:
-        raise TensorError(f"{stage}: rows have {x.columns} columns, but the weights take {weights.columns}")
-    if index.offsets.numel() != weights.num_local_experts + 1:
-        raise TensorError(
-            f"{stage}: the index counts {index.offsets.numel() - 1} local experts, "
-            f"but there are weights of {weights.num_local_experts}"
-        )
+    reference.check_operands(stage, x, weights, index, parts=parts)
     operands = ACTIVATION_DTYPES.get(x.format), WEIGHT_DTYPES.get(weights.format)
     if None in operands or operands[0] != operands[1]:
         raise TensorError(f"{stage}: no kernel multiplies {x.format} rows by {weights.format} weights")

@@ -19,7 +19,7 @@ ONE, SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**-9, 448.0  # of E4M3 block scales
 NAN_PAIR = 0x7F7F
 
 
-class _OneLevel:
+class OneLevel:
     """Formats without a second-level scale."""
 
     row_scale = False
@@ -33,7 +33,7 @@ class _OneLevel:
 
 
 @dataclass(frozen=True)
-class Fp8Encoder(_OneLevel):
+class Fp8Encoder(OneLevel):
     """:class:`~moe_layer.quant.fp8.Fp8` with blocks of 1 × 128, eight lanes' vectors."""
 
     vector_values = 16
@@ -51,7 +51,7 @@ class Fp8Encoder(_OneLevel):
 
 
 @dataclass(frozen=True)
-class MxFp8Encoder(_OneLevel):
+class MxFp8Encoder(OneLevel):
     """MXFP8: blocks of 1 × 32, two lanes' vectors."""
 
     vector_values = 16
@@ -68,7 +68,7 @@ class MxFp8Encoder(_OneLevel):
 
 
 @dataclass(frozen=True)
-class MxFp4Encoder(_OneLevel):
+class MxFp4Encoder(OneLevel):
     """MXFP4: blocks of 1 × 32, a vector each."""
 
     vector_values = 32

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from moe_layer.quant import registers as reg
-from moe_layer.quant.encoders import LARGEST_SCALE, NAN_PAIR, ONE, SMALLEST_SCALE
+from moe_layer.quant.encoders import LARGEST_SCALE, NAN_PAIR, ONE, SMALLEST_SCALE, OneLevel
 from moe_layer.quant.fp8 import MIN_SCALE
 from moe_layer.quant.nvfp4 import MIN_GLOBAL_SCALE
 
@@ -81,21 +81,8 @@ def floor_code(top: Uint32, max_exponent: int) -> Int32:
     return reg.select(exponent > Int32(0), exponent, Int32(0))
 
 
-class _OneLevel:
-    """Formats without a second-level scale."""
-
-    row_scale = False
-    common_scale = False
-
-    def magnitude(self, words: Any) -> Any:
-        raise NotImplementedError
-
-    def scale_of_row(self, magnitude: Any) -> Any:
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class Fp8Fp32Encoder(_OneLevel):
+class Fp8Fp32Encoder(OneLevel):
     """:class:`~moe_layer.quant.fp8.Fp8` with blocks of 1 × 128, eight lanes' vectors."""
 
     vector_values = 16
@@ -111,7 +98,7 @@ class Fp8Fp32Encoder(_OneLevel):
 
 
 @dataclass(frozen=True)
-class MxFp8Fp32Encoder(_OneLevel):
+class MxFp8Fp32Encoder(OneLevel):
     """MXFP8: blocks of 1 × 32, two lanes' vectors."""
 
     vector_values = 16
@@ -126,7 +113,7 @@ class MxFp8Fp32Encoder(_OneLevel):
 
 
 @dataclass(frozen=True)
-class MxFp4Fp32Encoder(_OneLevel):
+class MxFp4Fp32Encoder(OneLevel):
     """MXFP4: blocks of 1 × 32, a vector each."""
 
     vector_values = 32
