@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
@@ -52,15 +52,22 @@ class KernelPool:
         new = {repr(task): task for task in tasks if repr(task) not in self._done}
         if not new:
             return
-        if self._executor is None:
-            workers = max(1, min(12, (os.cpu_count() or 2) - 2))
-            self._executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
         # The large ones first, so that none of them is left for the end.
         ordered = sorted(
             new.values(), key=lambda task: ("sentinel_dispatch" not in task[1], -getattr(task[2], "ep_size", 0))
         )
-        list(self._executor.map(_compile, ordered))
+        list(self._workers().map(_compile, ordered))
         self._done |= set(new)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(*arguments)`` in a worker; the function must be importable there by its module's name."""
+        return self._workers().submit(function, *arguments).result()
+
+    def _workers(self) -> ProcessPoolExecutor:
+        if self._executor is None:
+            workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+            self._executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+        return self._executor
 
     def close(self) -> None:
         if self._executor is not None:
