@@ -269,7 +269,7 @@ DEATHS = [
 TIMEOUT_S = 1.5
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_killed_peers(compiled: None) -> None:
     """Processes 2i and 2i + 1 are a group of their own, on different GPUs where there are two; the second is killed.
 
