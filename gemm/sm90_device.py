@@ -55,6 +55,10 @@ def store_v4(addr: Int64, v: Any) -> None:
     inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *v])
 
 
+def store_v2(addr: Int64, low: Uint32, high: Uint32) -> None:
+    inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, low, high])
+
+
 def store_u32(addr: Int64, value: Uint32) -> None:
     inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
@@ -149,3 +153,53 @@ def select_f32(condition: Any, yes: Float32, no: Float32) -> Float32:
     if condition:
         out = yes
     return out
+
+
+def copy_bulk(shared: Int32, source: Int64, size: int, barrier: Int32) -> None:
+    """Start copying ``size`` contiguous bytes to shared memory; they count on the barrier. Both 16-byte aligned."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared, source, Int32(size), barrier],
+    )
+
+
+def load_shared_v2(shared: Int32) -> Any:
+    return inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[shared]
+    )
+
+
+def load_f32(addr: Int64) -> Float32:
+    return inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
+
+
+def multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """Products of two pairs of BF16; subnormal operands and results are kept."""
+    return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def add_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """Sums of two pairs of BF16. ``b`` may be a constant, which the instruction itself does not take."""
+    return inline_ptx(
+        "{\n.reg .b32 c;\nmov.b32 c, {$r1};\nadd.rn.bf16x2 {$w0}, {$r0}, c;\n}",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
+def spread_byte(word: Uint32, index: int) -> Uint32:
+    """Byte ``index`` of a word, in the low byte of either half."""
+    return inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, 0, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[word, Uint32(0x4040 + 0x0101 * index)],
+    )
+
+
+def multiply_add(a: Uint32, factor: int, b: int) -> Uint32:
+    """``a · factor + b`` of integers, on the multipliers: what shifts and additions would take from the other units."""
+    return inline_ptx(
+        "mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[a, Uint32(factor), Uint32(b)],
+    )

@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.sm90_spec import CONSUMER_WARPGROUPS, SCALE_BLOCK, STAGED_TOKENS, WARP, WARPGROUP, GroupedSpec
+from moe_layer.quant import registers as reg
 
 CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
 CONSUMER_BARRIER = 1  # barrier 0 is sync_threads'
@@ -67,6 +68,27 @@ def to_fp8(value: Float32, inverse: Float32) -> Float32:
     middle between two E4M3 neighbours may go to the other one.
     """
     return dev.finite_or_nan(value) * inverse
+
+
+def mxfp8_rounded(values: Any) -> list[Uint32]:
+    """Four values as two pairs of BF16, rounded to what MXFP8 keeps of a block of 32: eight lanes have four each.
+
+    Scale ``2**(⌊log2 amax⌋ − 8)``, at least 2⁻¹²⁷, over finite values; elements rounded to E4M3 (quant/mxfp8.py).
+    """
+    amax = Float32(0.0)
+    for value in values:
+        amax = dev.larger_magnitude(amax, value)
+    for distance in range(3):
+        amax = dev.maximum(amax, cute.arch.shuffle_sync_bfly(amax, 1 << distance))
+    exponent = Int32(dev.f32_to_bits(amax) >> Uint32(23)) - Int32(8)
+    code = reg.select(exponent > Int32(0), exponent, Int32(0))
+    factor = reg.power_of_two(Int32(254) - code)
+    scale = dev.select_f32(code > Int32(0), reg.power_of_two(code), Float32(2.0**-127))
+    pairs = []
+    for i in range(0, 4, 2):
+        element = reg.e4m3_pair(*[dev.finite_or_nan(v) * factor for v in values[i : i + 2]])
+        pairs.append(dev.f32_pair_to_bf16(*[v * scale for v in reg.e4m3_values(element)]))
+    return pairs
 
 
 def wide_value(spec: GroupedSpec, sums: Any, group: int, h: int, i: int) -> Float32:
@@ -193,9 +215,18 @@ def store_staged(
     spec: cutlass.Constexpr, staging: Int32, tid: Int32, row: Int32, count: Int32, column: Int32,
     out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
 ):  # fmt: skip
-    """The staged tokens' rows, by all consumers, 16 bytes a thread (BF16, FP32) or a token a warp (FP8)."""
+    """The staged tokens' rows, by all consumers, 16 bytes a thread (BF16, FP32), 8 (MXFP8) or a token a warp (FP8)."""
     lane = tid % WARP
-    if const_expr(spec.out != "fp8"):
+    if const_expr(spec.out == "mxfp8"):
+        per_row = spec.tile_features // 4
+        for v in range(tid, count * per_row, CONSUMERS):
+            token, chunk = v // per_row, v % per_row
+            words = dev.load_shared_v4(staging + token * spec.staging_row_bytes + chunk * 16)
+            low, high = mxfp8_rounded([dev.bits_to_f32(w) for w in words])
+            feature = column * spec.tile_features + chunk * 4
+            if feature < Int32(spec.n):
+                dev.store_v2(out + Int64(row + token) * out_stride + Int64(feature) * 2, low, high)
+    elif const_expr(spec.out != "fp8"):
         width = 16 // spec.out_bytes
         per_row = spec.tile_features // width
         for v in range(tid, count * per_row, CONSUMERS):

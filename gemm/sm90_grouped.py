@@ -43,6 +43,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.sm90_epilogue import store_swapped, store_wide
+from moe_layer.gemm.sm90_pipeline import release
 from moe_layer.gemm.sm90_schedule import block_in_cluster, fill_schedule, locate
 from moe_layer.gemm.sm90_spec import (
     CONSUMER_REGISTERS,
@@ -55,6 +56,7 @@ from moe_layer.gemm.sm90_spec import (
     WEIGHT_ROWS,
     GroupedSpec,
 )
+from moe_layer.gemm.sm90_widen import consume_widened
 
 
 def element_type(spec: GroupedSpec) -> Any:
@@ -80,10 +82,10 @@ def weight_tensor(spec: GroupedSpec, weights: Int64) -> Any:
 
 @cute.jit
 def produce(
-    spec: cutlass.Constexpr, tma: cute.CopyAtom, weights_to: cute.Tensor, weights_from: cute.Tensor,
+    spec: cutlass.Constexpr, tma: Any, weights_to: Any, weights_from: Any,
     tokens_to: Int32, scales_to: Int32, full: cute.Pointer, empty: cute.Pointer,
     rows: cute.Tensor, order: cute.Tensor, tiles: cute.Tensor, slots: Int64, x: Int64, x_stride: Int64,
-    x_scale: Int64, x_scale_stride: Int64, weight_scale: Int64,
+    x_scale: Int64, x_scale_stride: Int64, weight_scale: Int64, packed: Any, packed_to: Any,
 ):  # fmt: skip
     """The producer warpgroup's work."""
     tid = cute.arch.thread_idx()[0]
@@ -111,25 +113,35 @@ def produce(
             if warp == Int32(0):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, spec.weight_stage_bytes)
-                cute.copy(
-                    tma,
-                    weights_from[(None, (column, step, expert))],
-                    weights_to[(None, stage)],
-                    tma_bar_ptr=full + stage,
-                    mcast_mask=everyone if spec.cluster > 1 else None,
-                )
-            size = Int32(16)
-            # Past the row's end lie zeros, whatever the memory there holds.
-            if step * STAGE_ROW_BYTES + chunk * 16 >= Int32(spec.k * spec.element_bytes):
-                size = Int32(0)
-            for i in range_constexpr(copies):
-                # Rows past the tile's last keep what was there before: nothing of them is stored.
-                if first + 16 * i < count:
-                    dev.copy_16(
-                        target + stage * spec.token_stage_bytes + i * (16 * STAGE_ROW_BYTES),
-                        x + Int64(sources[i]) * x_stride + Int64(step * STAGE_ROW_BYTES + chunk * 16),
-                        size,
+                    if const_expr(spec.low_bit is not None):
+                        dev.copy_bulk(
+                            packed_to + stage * spec.weight_stage_bytes,
+                            packed + packed_offset(spec, expert, column, step),
+                            spec.weight_stage_bytes,
+                            dev.shared_address(full + stage),
+                        )
+                if const_expr(spec.low_bit is None):
+                    cute.copy(
+                        tma,
+                        weights_from[(None, (column, step, expert))],
+                        weights_to[(None, stage)],
+                        tma_bar_ptr=full + stage,
+                        mcast_mask=everyone if spec.cluster > 1 else None,
                     )
+            for line in range_constexpr(spec.stage_lines):
+                line_of_row = step * spec.stage_lines + line if spec.stage_lines > 1 else step
+                size = Int32(16)
+                # Past the row's end lie zeros, whatever the memory there holds.
+                if line_of_row * STAGE_ROW_BYTES + chunk * 16 >= Int32(spec.k * spec.element_bytes):
+                    size = Int32(0)
+                for i in range_constexpr(copies):
+                    # Rows past the tile's last keep what was there before: nothing of them is stored.
+                    if first + 16 * i < count:
+                        dev.copy_16(
+                            target + stage * spec.token_stage_bytes + (line * spec.tokens + 16 * i) * STAGE_ROW_BYTES,
+                            x + Int64(sources[i]) * x_stride + Int64(line_of_row * STAGE_ROW_BYTES + chunk * 16),
+                            size,
+                        )
             if const_expr(spec.scaled):
                 to = scales_to + stage * (4 * spec.scale_stage_floats)
                 if tid < count:
@@ -143,6 +155,11 @@ def produce(
                 phase = phase ^ 1
     # Nothing may land in the shared memory of a block that has ended.
     cute.arch.cp_async_wait_group(0)
+
+
+def packed_offset(spec: GroupedSpec, expert: Int32, column: Int32, step: Int32) -> Int64:
+    """Bytes to a stage of packed weights."""
+    return ((Int64(expert) * spec.column_tiles + Int64(column)) * spec.k_steps + Int64(step)) * spec.weight_stage_bytes
 
 
 @cute.jit
@@ -341,33 +358,23 @@ def promote_wide(sums: Any, part: Any, factors: Any) -> None:
                 sums[at] = sums[at] + part[at] * factors[h][c % 2]
 
 
-@cute.jit
-def release(spec: cutlass.Constexpr, barrier: cute.Pointer, tid: Int32):
-    """This warpgroup has read the stage: all of its WGMMAs are complete in every one of its threads.
-
-    Every block of the cluster is told, since each writes its part of the weights into all of them.
-    """
-    for r in range_constexpr(spec.cluster):
-        if tid % WARPGROUP == Int32(r * WARP):
-            if const_expr(spec.cluster == 1):
-                cute.arch.mbarrier_arrive(barrier)
-            else:
-                cute.arch.mbarrier_arrive(barrier, r)
-
-
 @cute.kernel
 def grouped_gemm_kernel(
-    spec: cutlass.Constexpr, tma: cute.CopyAtom, tma_weights: cute.Tensor,
+    spec: cutlass.Constexpr, tma: Any, tma_weights: Any,
     offsets: Int64, slots: Int64, x: Int64, x_stride: Int64, x_scale: Int64, x_scale_stride: Int64,
-    weight_scale: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+    weight_scale: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64, weights: Any,
 ):  # fmt: skip
     tid = cute.arch.thread_idx()[0]
     warp = cute.arch.make_warp_uniform(tid // WARP)
     smem = SmemAllocator()
     kind = element_type(spec)
-    weight_layout = tile_layout(spec, WEIGHT_ROWS, spec.stages)
     token_layout = tile_layout(spec, spec.tokens, spec.stages)
-    weight_tile = smem.allocate_tensor(kind, weight_layout.outer, 1024, weight_layout.inner)
+    if const_expr(spec.low_bit is None):
+        weight_layout = tile_layout(spec, WEIGHT_ROWS, spec.stages)
+        weight_tile = smem.allocate_tensor(kind, weight_layout.outer, 1024, weight_layout.inner)
+        packed = Int32(0)
+    else:
+        packed = dev.shared_address(smem.allocate(spec.stages * spec.weight_stage_bytes, 1024))
     token_tile = smem.allocate_tensor(kind, token_layout.outer, 1024, token_layout.inner)
     staging = smem.allocate(spec.staging_bytes, 128)
     scales = smem.allocate(4 * spec.stages * spec.scale_stage_floats, 16) if spec.scaled else staging
@@ -377,8 +384,9 @@ def grouped_gemm_kernel(
     full = smem.allocate_array(Int64, spec.stages)
     empty = smem.allocate_array(Int64, spec.stages)
 
-    if warp == Int32(1):
-        cpasync.prefetch_descriptor(tma)
+    if const_expr(spec.low_bit is None):  # noqa: SIM102 (one is decided when compiling, the other when running)
+        if warp == Int32(1):
+            cpasync.prefetch_descriptor(tma)
     if tid == Int32(0):
         for i in range_constexpr(spec.stages):
             cute.arch.mbarrier_init(full + i, 1 + WARPGROUP)
@@ -396,24 +404,32 @@ def grouped_gemm_kernel(
 
     if warp < Int32(WARPGROUP // WARP):
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        tiled = cute.zipped_divide(tma_weights, (WEIGHT_ROWS, spec.k_tile))
-        to, source = cpasync.tma_partition(
-            tma,
-            block_in_cluster() if spec.cluster > 1 else 0,
-            cute.make_layout(spec.cluster),
-            cute.group_modes(weight_tile, 0, 2),
-            cute.group_modes(tiled, 0, 1),
-        )
+        to, source = None, None
+        if const_expr(spec.low_bit is None):
+            tiled = cute.zipped_divide(tma_weights, (WEIGHT_ROWS, spec.k_tile))
+            to, source = cpasync.tma_partition(
+                tma,
+                block_in_cluster() if spec.cluster > 1 else 0,
+                cute.make_layout(spec.cluster),
+                cute.group_modes(weight_tile, 0, 2),
+                cute.group_modes(tiled, 0, 1),
+            )
         produce(
             spec, tma, to, source, dev.shared_address(token_tile.iterator), dev.shared_address(scales),
-            full, empty, rows, order, tiles, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
+            full, empty, rows, order, tiles, slots, x, x_stride, x_scale, x_scale_stride, weight_scale, weights, packed,
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        consume(
-            spec, weight_tile, token_tile, dev.shared_address(scales), dev.shared_address(staging),
-            full, empty, rows, order, tiles, out, out_stride, out_scale, out_scale_stride,
-        )  # fmt: skip
+        if const_expr(spec.low_bit is None):
+            consume(
+                spec, weight_tile, token_tile, dev.shared_address(scales), dev.shared_address(staging),
+                full, empty, rows, order, tiles, out, out_stride, out_scale, out_scale_stride,
+            )  # fmt: skip
+        else:
+            consume_widened(
+                spec, packed, token_tile, dev.shared_address(staging), full, empty, rows, order, tiles,
+                weight_scale, out, out_stride, out_scale, out_scale_stride,
+            )  # fmt: skip
     if const_expr(spec.cluster > 1):
         # No block ends while another may still write into its shared memory.
         cute.arch.cluster_arrive()
@@ -431,17 +447,18 @@ def grouped_gemm(
     grid: Int32, stream: cuda.CUstream,
 ):  # fmt: skip
     """Launch :func:`grouped_gemm_kernel`; strides in bytes."""
-    shared = spec.cluster > 1
-    tma, tma_weights = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp(),
-        weight_tensor(spec, weights),
-        cute.select(tile_layout(spec, WEIGHT_ROWS, 1), mode=[0, 1]),
-        (WEIGHT_ROWS, spec.k_tile),
-        spec.cluster,
-    )
+    tma, tma_weights = None, None
+    if const_expr(spec.low_bit is None):
+        tma, tma_weights = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SMulticastOp() if spec.cluster > 1 else cpasync.CopyBulkTensorTileG2SOp(),
+            weight_tensor(spec, weights),
+            cute.select(tile_layout(spec, WEIGHT_ROWS, 1), mode=[0, 1]),
+            (WEIGHT_ROWS, spec.k_tile),
+            spec.cluster,
+        )
     grouped_gemm_kernel(
         spec, tma, tma_weights, offsets, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
-        out, out_stride, out_scale, out_scale_stride,
+        out, out_stride, out_scale, out_scale_stride, weights if spec.low_bit is not None else None,
     ).launch(
         grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, use_pdl=True,
         min_blocks_per_mp=1,

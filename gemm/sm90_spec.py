@@ -18,6 +18,40 @@ STAGED_TOKENS = 32  # of the swapped epilogue at a time: with 64, FP8 would lose
 SHARED_MEMORY = 232448  # bytes a block of sm_90 may use
 # Registers a thread: the register file holds 512 for a thread of each of the three warpgroups.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
+# Low-bit weights: K of a stage. Twice 128 bytes of BF16 tokens, so that a stage is work enough for its barriers.
+WIDENED_K = 128
+
+
+@dataclass(frozen=True)
+class LowBitFormat:
+    """How weights that are widened on their way to the tensor cores lie in a stage (gemm/register_tiles.py).
+
+    Attributes:
+        bits: of a weight.
+        scale_bytes: of a row's scales for 128 of K.
+        block: K values a scale covers.
+    """
+
+    bits: int
+    scale_bytes: int
+    block: int
+
+    @property
+    def word_bytes(self) -> int:
+        """Of a stage's weights; its scales follow."""
+        return WEIGHT_ROWS * WIDENED_K * self.bits // 8
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.word_bytes + WEIGHT_ROWS * self.scale_bytes
+
+
+LOW_BIT_FORMATS = {
+    "mxfp4": LowBitFormat(4, 4, 32),
+    "nvfp4": LowBitFormat(4, 8, 16),
+    "int4": LowBitFormat(4, 8, 32),
+    "mxfp8": LowBitFormat(8, 4, 32),
+}
 
 
 @dataclass(frozen=True)
@@ -29,13 +63,16 @@ class GroupedSpec:
         parts: 2 for FC1 (gate and up, joined by ``activation``), 1 for FC2.
         n: output features of a part; k: their length. ``k`` values fill whole 16-byte vectors.
         dtype: ``"bf16"`` or ``"fp8"`` (E4M3 with 1×128 token scales and 128×128 weight scales) of both operands.
-        out: ``"bf16"``, ``"fp32"``, or ``"fp8"`` with a scale for every 128 features of a row.
-        tokens: rows of the token tile; up to 96 with tokens as WGMMA's N (weights as M), 128 with tokens as M.
+        out: ``"bf16"``, ``"fp32"``, ``"fp8"`` with a scale for every 128 features of a row, or ``"mxfp8"``: BF16 whose
+            values are those of MXFP8.
+        tokens: rows of the token tile; up to 96 with tokens as WGMMA's N (weights as M), 128 with tokens as M. With
+            low-bit weights tokens are always N.
         gather: rows of ``x`` are read through the slot list (FC1), else in order.
         activation: of FC1.
         cluster: blocks (1 or 2) that share each weight tile, every one with token tiles of its own: half the weights
             come from L2, which limits the wide kernels.
         group: token tiles that share a sweep over the weights, so that both stay in L2.
+        weights: a format of ``LOW_BIT_FORMATS`` that is widened to ``dtype`` in registers, or ``""``: as ``dtype``.
     """
 
     experts: int
@@ -49,19 +86,26 @@ class GroupedSpec:
     activation: Activation | None = None
     cluster: int = 1
     group: int = 16
+    weights: str = ""
 
     def __post_init__(self) -> None:
         assert self.tokens in (*SWAP_TOKENS, WIDE_TOKENS), self.tokens
+        assert not self.weights or (self.dtype == "bf16" and self.weights in LOW_BIT_FORMATS), self.weights
 
     @property
     def swap(self) -> bool:
         """Whether weights are WGMMA's M operand."""
-        return self.tokens != WIDE_TOKENS
+        return self.low_bit is not None or self.tokens != WIDE_TOKENS
+
+    @property
+    def low_bit(self) -> LowBitFormat | None:
+        """The weights' format where it is widened in registers."""
+        return LOW_BIT_FORMATS.get(self.weights)
 
     @property
     def out_bytes(self) -> int:
         """Of an output element."""
-        return {"bf16": 2, "fp32": 4, "fp8": 1}[self.out]
+        return {"bf16": 2, "mxfp8": 2, "fp32": 4, "fp8": 1}[self.out]
 
     @property
     def element_bytes(self) -> int:
@@ -73,7 +117,13 @@ class GroupedSpec:
 
     @property
     def k_tile(self) -> int:
-        return STAGE_ROW_BYTES // self.element_bytes
+        """K of a stage."""
+        return STAGE_ROW_BYTES // self.element_bytes if self.low_bit is None else WIDENED_K
+
+    @property
+    def stage_lines(self) -> int:
+        """Lines of 128 bytes that a token's row fills in a stage."""
+        return self.k_tile * self.element_bytes // STAGE_ROW_BYTES
 
     @property
     def k_steps(self) -> int:
@@ -105,11 +155,11 @@ class GroupedSpec:
 
     @property
     def weight_stage_bytes(self) -> int:
-        return WEIGHT_ROWS * STAGE_ROW_BYTES
+        return WEIGHT_ROWS * STAGE_ROW_BYTES if self.low_bit is None else self.low_bit.stage_bytes
 
     @property
     def token_stage_bytes(self) -> int:
-        return self.tokens * STAGE_ROW_BYTES
+        return self.tokens * STAGE_ROW_BYTES * self.stage_lines
 
     @property
     def scale_stage_floats(self) -> int:
