@@ -24,6 +24,10 @@ class FormatError(MoELayerError, ValueError):
     """Quantized data that no value can be given to: a missing, NaN or non-positive scale, an unknown format name."""
 
 
+class UnrepresentableError(FormatError):
+    """Weights that mean something, but that a kernel's own layout cannot hold exactly: other code runs them instead."""
+
+
 class TensorError(MoELayerError, ValueError):
     """A tensor argument of the wrong dtype, shape, device or stride."""
 
