@@ -12,6 +12,7 @@ import torch
 
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.index import ExpertIndex
+from moe_layer.gemm.register_tiles import RegisterTiles
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.quant import QuantizedTensor
 
@@ -20,6 +21,18 @@ class ComputeBackend(ABC):
     """MoE compute over the rank-major layout. Stateless: workspaces belong to the caller or the allocator."""
 
     name: ClassVar[str]
+
+    def weight_layout(self, weight_format: str, parts: int, rows: int, columns: int) -> RegisterTiles | None:
+        """How weights of a projection group should be packed at load; None: as the format stores them.
+
+        The stages take both, whatever this says.
+
+        Args:
+            weight_format: registry name.
+            parts: 2 for gate and up, 1 for down.
+            rows, columns: N and K of a part.
+        """
+        return None
 
     @abstractmethod
     def build_index(

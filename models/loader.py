@@ -1,9 +1,10 @@
 """Loading one rank's share of an MoE layer, straight from the checkpoint's bytes.
 
 Buffers are allocated once, in the layout that the kernels read; every stored tensor is then copied into its place, in
-the order in which the tensors lie on disk. Nothing is dequantized or converted, and nothing of another rank's experts
-is read but names. E8M0 scales and packed 4-bit values are reinterpreted as bytes (``view``); a numeric cast of them
-would change every value.
+the order in which the tensors lie on disk. Where kernels read packed weights, an expert's tensors are read together and
+packed at once, so that no more than one expert is ever held twice. Nothing is dequantized or converted, and nothing of
+another rank's experts is read but names. E8M0 scales and packed 4-bit values are reinterpreted as bytes (``view``); a
+numeric cast of them would change every value.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -20,15 +22,21 @@ from tqdm import tqdm
 from moe_layer.comm.placement import ExpertPlacement
 from moe_layer.config import MoEConfig
 from moe_layer.errors import CheckpointError, ConfigError, FormatError
+from moe_layer.gemm.register_tiles import RegisterTiles
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.models.checkpoint import Checkpoint, TensorInfo
 from moe_layer.models.config import read_config
 from moe_layer.models.plan import LayerPlan, MatrixGroup, plan_layer
 from moe_layer.models.storage import StoredMatrix
-from moe_layer.quant import get_format, validate_scales
+from moe_layer.packed_weights import PackedExpertStack, make_stack
+from moe_layer.quant import QuantizedTensor, get_format, validate_scales
+from moe_layer.weights import ExpertStack
 
 PROGRESS_DELAY_S = 2.0  # no bar for loads that are over before one could be read
 E4M3_LARGEST, E8M0_LARGEST = 0x7E, 0xFE  # bytes of the largest finite scales
+
+# :meth:`~moe_layer.gemm.backend.ComputeBackend.weight_layout` of the backend that will run weights of the given format.
+WeightLayout = Callable[[str, int, int, int], RegisterTiles | None]
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,8 @@ class LayerTensors:
         """Bytes of all tensors."""
         total = 0
         for value in vars(self).values():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, (torch.Tensor, ExpertWeights)):
                 total += value.nbytes
-            elif isinstance(value, ExpertWeights):
-                total += sum(t.nbytes for t in (value.data, value.scale, value.global_scale) if t is not None)
         return total
 
 
@@ -89,10 +95,13 @@ def load_layer(
     rank: int = 0,
     device: torch.device | str | None = None,
     progress: bool = True,
+    layout: WeightLayout | None = None,
+    shared_layout: WeightLayout | None = None,
 ) -> LayerTensors:
     """Load the experts of ``rank``, and the router, shared experts and latent projections that every rank has.
 
-    Peak memory is the loaded bytes; of the rest, the page cache holds what was read.
+    Peak memory is the loaded bytes, and one expert where weights are packed; of the rest, the page cache holds what was
+    read.
 
     Args:
         source: a checkpoint folder or file, or an open :class:`Checkpoint`, which stays open.
@@ -102,6 +111,8 @@ def load_layer(
         rank: this rank.
         device: where the tensors go; None for the CPU.
         progress: show a progress bar on stderr, if that is a terminal and the load takes longer than 2 s.
+        layout, shared_layout: how weights of the routed and of the shared experts are to be packed, called with format,
+            parts, N and K of a projection group; None, or where it returns None: as the format stores them.
 
     Raises:
         ConfigError: not an MoE layer, a placement of another number of experts, a rank outside it.
@@ -111,8 +122,9 @@ def load_layer(
     if not isinstance(source, Checkpoint):
         with Checkpoint(source) as checkpoint:
             return load_layer(
-                checkpoint, layer, config=config, placement=placement, rank=rank, device=device, progress=progress
-            )
+                checkpoint, layer, config=config, placement=placement, rank=rank, device=device, progress=progress,
+                layout=layout, shared_layout=shared_layout,
+            )  # fmt: skip
     config = config or read_config(source.path)
     placement = placement or ExpertPlacement.contiguous(config.n_routed_experts, 1)
     if placement.num_experts != config.n_routed_experts:
@@ -124,56 +136,79 @@ def load_layer(
         raise ConfigError(f"rank {rank} is outside the placement's ranks 0…{placement.ep_size - 1}")
     experts = tuple(placement.local_experts(rank))
     plan = plan_layer(source, config, layer, experts)
-    return _Loader(source, plan, experts, torch.device(device or "cpu"), progress).load()
+    return _Loader(source, plan, experts, torch.device(device or "cpu"), progress, layout, shared_layout).load()
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """Bytes of a stored tensor (of its row ``index``, where experts lie in a stack) → their place."""
+    """Bytes of a stored tensor (of its row ``index``, where experts lie in a stack) → their place.
+
+    ``target`` gives that place when the copy's turn has come.
+    """
 
     source: TensorInfo
-    target: torch.Tensor
+    target: Callable[[], torch.Tensor]
+    nbytes: int
     index: int | None = None
     rows: slice | None = None
+
+
+@dataclass
+class _Job:
+    """Copies that are done together, and what is then to do."""
+
+    copies: list[_Copy] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
 
 
 class _Loader:
     """Collects copies while buffers are laid out, then does them in disk order."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: LayerPlan, experts: Sequence[int], device: torch.device, progress: bool
+        self,
+        checkpoint: Checkpoint,
+        plan: LayerPlan,
+        experts: Sequence[int],
+        device: torch.device,
+        progress: bool,
+        layout: WeightLayout | None,
+        shared_layout: WeightLayout | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.plan = plan
         self.experts = experts
         self.device = device
         self.progress = progress
-        self.copies: list[_Copy] = []
-        self.checks: list[tuple[MatrixGroup, Sequence[int], ExpertWeights]] = []
+        self.layout = layout
+        self.shared_layout = shared_layout
+        self.jobs: list[_Job] = []
+        self.checks: list[tuple[MatrixGroup, Sequence[int], ExpertStack]] = []
 
     def load(self) -> LayerTensors:
         plan = self.plan
         assert plan.router is not None  # a strict plan has every required part
-        result = LayerTensors(
-            layer=plan.layer,
-            experts=tuple(self.experts),
-            router_weight=self._tensor(plan.router),
-            router_bias=self._optional(plan.bias),
-            router_bias_vl=self._optional(plan.bias_vl),
-            tid2eid=self._optional(plan.tid2eid),
-            gate_up=self._weights(plan.gate_up, self.experts),
-            down=self._weights(plan.down, self.experts),
-            gate_up_input_scale=self._input_scale(plan.gate_up),
-            down_input_scale=self._input_scale(plan.down),
-            shared_gate_up=None if plan.shared_gate_up is None else self._weights(plan.shared_gate_up, (0,)),
-            shared_down=None if plan.shared_down is None else self._weights(plan.shared_down, (0,)),
-            latent_down=self._optional(plan.latent_down),
-            latent_norm=self._optional(plan.latent_norm),
-            latent_up=self._optional(plan.latent_up),
-        )
-        self._run_copies()
-        for group, experts, weights in self.checks:
-            _check_scales(group, experts, weights)
+        singles = {
+            "router_weight": self._tensor(plan.router),
+            "router_bias": self._optional(plan.bias),
+            "router_bias_vl": self._optional(plan.bias_vl),
+            "tid2eid": self._optional(plan.tid2eid),
+            "gate_up_input_scale": self._input_scale(plan.gate_up),
+            "down_input_scale": self._input_scale(plan.down),
+            "latent_down": self._optional(plan.latent_down),
+            "latent_norm": self._optional(plan.latent_norm),
+            "latent_up": self._optional(plan.latent_up),
+        }
+        stacks = {
+            "gate_up": self._stack(plan.gate_up, self.experts, self.layout),
+            "down": self._stack(plan.down, self.experts, self.layout),
+            "shared_gate_up": self._optional_stack(plan.shared_gate_up),
+            "shared_down": self._optional_stack(plan.shared_down),
+        }
+        self._run_jobs()
+        for group, experts, stack in self.checks:
+            _check_scales(group, experts, stack.weights())
+        weights = {name: None if stack is None else stack.weights() for name, stack in stacks.items()}
+        result = LayerTensors(plan.layer, tuple(self.experts), **singles, **weights)  # type: ignore[arg-type]
         if result.tid2eid is not None and plan.tid2eid is not None:
             _check_table(plan.tid2eid, result.tid2eid, result.router_weight.shape[0])
         return result
@@ -183,40 +218,47 @@ class _Loader:
     def _tensor(self, info: TensorInfo) -> torch.Tensor:
         dtype = _TORCH_DTYPES[info.dtype]
         target = torch.empty(info.shape, dtype=dtype, device=self.device)
-        self.copies.append(_Copy(info, target))
+        self.jobs.append(_Job([_Copy(info, lambda: target, target.nbytes)]))
         return target
 
     def _optional(self, info: TensorInfo | None) -> torch.Tensor | None:
         return None if info is None else self._tensor(info)
 
-    def _weights(self, group: MatrixGroup, experts: Sequence[int]) -> ExpertWeights:
-        """Buffers of a projection group of ``experts``, and the copies that fill them."""
+    def _optional_stack(self, group: MatrixGroup | None) -> ExpertStack | None:
+        return None if group is None else self._stack(group, (0,), self.shared_layout)
+
+    def _stack(self, group: MatrixGroup, experts: Sequence[int], layout: WeightLayout | None) -> ExpertStack:
+        """Buffers of a projection group of ``experts``, and the jobs that fill them."""
         assert group.format is not None
-        fmt = get_format(group.format)
-        lead = (len(experts), group.parts)
-        data = torch.empty(
-            (*lead, group.rows, fmt.data_columns(group.columns)), dtype=fmt.data_dtype, device=self.device
-        )
-        shape = fmt.scale_shape(group.rows, group.columns)
-        scale = None if shape is None else torch.empty((*lead, *shape), dtype=fmt.scale_dtype, device=self.device)
-        factors = torch.empty(lead, dtype=torch.float32) if fmt.two_level else None
+        shape = (group.format, group.parts, group.rows, group.columns)
+        tiles = None if layout is None else layout(*shape)
+        stack = make_stack(len(experts), group.parts, group.rows, group.columns, group.format, self.device, tiles)
+        like = stack.weights()
+        factors = [[1.0] * group.parts for _ in experts]
         for local, expert in enumerate(experts):
+            copies = []
             for part in range(group.parts):
                 stored = group.matrices[expert, 0 if group.fused else part]
                 index = expert if group.fused else None
                 self._check_logical_shape(stored)
-                for info, buffer in ((stored.data, data), (stored.scale, scale)):
+                for which, (info, buffer) in enumerate(((stored.data, like.data), (stored.scale, like.scale))):
                     if info is None or buffer is None:
                         continue
                     target = buffer[local, part]
                     rows = slice(part * target.shape[0], (part + 1) * target.shape[0]) if group.fused else None
-                    self.copies.append(_Copy(info, target, index, rows))
-                if factors is not None and stored.global_scale is not None:
-                    factors[local, part] = self._factor(stored, stored.global_scale, index)
-        global_scale = None if factors is None else factors.to(self.device)
-        weights = ExpertWeights(group.format, data, scale, global_scale, group.columns)
-        self.checks.append((group, experts, weights))
-        return weights
+                    place = partial(_place, stack, local, part, which)
+                    copies.append(_Copy(info, place, target.nbytes, index, rows))
+                if stored.global_scale is not None:
+                    factors[local][part] = self._factor(stored, stored.global_scale, index)
+            if isinstance(stack, PackedExpertStack):
+                self.jobs.append(_Job(copies, partial(_pack, stack, local, group, expert)))
+            else:
+                self.jobs += [_Job([copy]) for copy in copies]
+        if stack.global_scale is not None:
+            stack.global_scale.copy_(torch.tensor(factors).view(-1, group.parts))
+        if not isinstance(stack, PackedExpertStack):
+            self.checks.append((group, experts, stack))
+        return stack
 
     def _input_scale(self, group: MatrixGroup) -> torch.Tensor | None:
         if not group.has_input_scale:
@@ -244,22 +286,51 @@ class _Loader:
 
     # ---- copying ----
 
-    def _run_copies(self) -> None:
-        order = {name: i for i, name in enumerate(self.checkpoint.storage_order([c.source.name for c in self.copies]))}
-        self.copies.sort(key=lambda c: (order[c.source.name], c.index or 0))
-        total = sum(c.target.nbytes for c in self.copies)
+    def _run_jobs(self) -> None:
+        names = [copy.source.name for job in self.jobs for copy in job.copies]
+        order = {name: i for i, name in enumerate(self.checkpoint.storage_order(names))}
+        for job in self.jobs:
+            job.copies.sort(key=lambda c: (order[c.source.name], c.index or 0))
+        self.jobs.sort(key=lambda job: (order[job.copies[0].source.name], job.copies[0].index or 0))
+        total = sum(copy.nbytes for job in self.jobs for copy in job.copies)
         # disable=None: no bar unless stderr is a terminal
         with tqdm(
             total=total, unit="B", unit_scale=True, desc=f"loading layer {self.plan.layer}", leave=False,
             delay=PROGRESS_DELAY_S, file=sys.stderr, disable=None if self.progress else True,
         ) as bar:  # fmt: skip
-            for copy in self.copies:
-                if copy.index is None:
-                    source = self.checkpoint.tensor(copy.source.name)
-                else:
-                    source = self.checkpoint.slice(copy.source.name)[copy.index]
-                _copy_bits(copy.target, source if copy.rows is None else source[copy.rows])
-                bar.update(copy.target.nbytes)
+            for job in self.jobs:
+                for copy in job.copies:
+                    _copy_bits(copy.target(), self._read(copy))
+                    bar.update(copy.nbytes)
+                if job.finish is not None:
+                    job.finish()
+
+    def _read(self, copy: _Copy) -> torch.Tensor:
+        if copy.index is None:
+            source = self.checkpoint.tensor(copy.source.name)
+        else:
+            source = self.checkpoint.slice(copy.source.name)[copy.index]
+        return source if copy.rows is None else source[copy.rows]
+
+
+def _place(stack: ExpertStack, local: int, part: int, which: int) -> torch.Tensor:
+    """Where data (``which`` = 0) or scales (1) of a part go."""
+    if isinstance(stack, PackedExpertStack):
+        return stack.staging(local)[which][part]
+    buffer = (stack.data, stack.scale)[which]
+    assert buffer is not None
+    return buffer[local, part]
+
+
+def _pack(stack: PackedExpertStack, local: int, group: MatrixGroup, expert: int) -> None:
+    """Check one expert's scales and pack it."""
+    data, scale = stack.staging(local)
+    if not _all_good(scale, stack.global_scale is not None):
+        for part in range(group.parts):
+            factor = None if stack.global_scale is None else stack.global_scale[local, part]
+            q = QuantizedTensor(stack.weight_format, data[part], scale[part], factor, stack.columns)
+            _validate(group, expert, part, q)
+    stack.commit(local, name=group.matrices[expert, 0].data.name)
 
 
 def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -277,9 +348,13 @@ def _check_scales(group: MatrixGroup, experts: Sequence[int], weights: ExpertWei
         return
     for local, expert in enumerate(experts):
         for part in range(group.parts):
-            stored = group.matrices[expert, 0 if group.fused else part]
-            if stored.scale is not None:
-                validate_scales(weights.expert(local, part), stored.scale.name)
+            _validate(group, expert, part, weights.expert(local, part))
+
+
+def _validate(group: MatrixGroup, expert: int, part: int, q: QuantizedTensor) -> None:
+    stored = group.matrices[expert, 0 if group.fused else part]
+    if stored.scale is not None:
+        validate_scales(q, stored.scale.name)
 
 
 def _all_good(scale: torch.Tensor, two_level: bool) -> bool:

@@ -18,6 +18,8 @@ import torch
 
 from moe_layer.errors import UnsupportedDeviceError
 from moe_layer.gemm.backend import ComputeBackend
+from moe_layer.gemm.register_tiles import RegisterTiles
+from moe_layer.wire import implied_activation_format
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,21 @@ def select_backend(device: torch.device | str | None, weight_format: str, activa
     from moe_layer.gemm.reference import ReferenceBackend
 
     return ReferenceBackend()
+
+
+def select_layout(
+    device: torch.device | str | None,
+    activation_format: str | None,
+    weight_format: str,
+    parts: int,
+    rows: int,
+    columns: int,
+) -> RegisterTiles | None:
+    """How the backend that :func:`select_backend` gives wants weights packed at load; None: as the format stores them.
+
+    Args:
+        activation_format: None: what the weight format implies.
+        weight_format, parts, rows, columns: of a projection group, see :meth:`ComputeBackend.weight_layout`.
+    """
+    backend = select_backend(device, weight_format, activation_format or implied_activation_format(weight_format))
+    return backend.weight_layout(weight_format, parts, rows, columns)

@@ -27,6 +27,7 @@ from moe_layer.errors import ConfigError
 from moe_layer.oracle import OracleLayer, relative_l2
 from moe_layer.run import ERROR_LIMIT
 from moe_layer.stages import STAGES
+from moe_layer.weights import held_bytes
 
 TIMED_RUNS = 3
 # Small enough for two cores; blocks of 128 and of 32 fit several times, experts spread over V3's eight groups.
@@ -167,7 +168,7 @@ def _rank(rank: int, ep_size: int, jobs: Sequence[Job], folder: str, kind: str) 
             report = {
                 "y": y.cpu(),
                 "repeat": torch.tensor(torch.equal(y, again)),
-                "bytes": torch.tensor(sum(t.nbytes for t in layer.state_dict().values())),
+                "bytes": torch.tensor(held_bytes(layer)),
                 "load_seconds": torch.tensor(load_seconds, dtype=torch.float64),
             }
             for stage, seconds in timer.seconds().items():

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moe_layer.backend import resolve_device, select_backend
+from moe_layer.backend import resolve_device, select_backend, select_layout
 from moe_layer.comm import DispatchResult
 from moe_layer.config import MoEConfig
 from moe_layer.errors import CheckpointError, ConfigError, FormatError, TensorError
+from moe_layer.gated_mlp import GatedMLP
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.latent import LatentProjection
@@ -25,8 +26,7 @@ from moe_layer.quant import QuantizedTensor, get_format
 from moe_layer.router import Router
 from moe_layer.shared_experts import SharedExperts
 from moe_layer.stages import Profiler
-from moe_layer.weights import GatedMLP
-from moe_layer.wire import Wire, implied_activation_format
+from moe_layer.wire import Wire, implied_activation_format, shared_activation_format
 
 if TYPE_CHECKING:
     from moe_layer.models.loader import LayerTensors
@@ -76,7 +76,7 @@ class MoELayer(nn.Module):
 
     Attributes:
         gate: :class:`Router`.
-        routed_experts: :class:`~moe_layer.weights.GatedMLP` of the local experts.
+        routed_experts: :class:`~moe_layer.gated_mlp.GatedMLP` of the local experts.
         shared_experts: :class:`SharedExperts` or None.
         latent: :class:`LatentProjection` or None.
         weight_format, activation_format: registry names, as chosen.
@@ -148,10 +148,10 @@ class MoELayer(nn.Module):
 
         place = self.device if allocate else torch.device("meta")
         self.gate = Router(cfg, layer=layer, device=self.device)
-        self.routed_experts = GatedMLP(count, width, inner, weight_format, place)
+        self.routed_experts = GatedMLP(count, width, inner, weight_format, place, self.backend)
         self.shared_experts: SharedExperts | None = None
         if cfg.shared_intermediate_size:
-            shared_activation = "fp32" if activation_format == "fp32" else "bf16"
+            shared_activation = shared_activation_format(activation_format)
             self.shared_experts = SharedExperts(
                 cfg.hidden_size,
                 cfg.shared_intermediate_size,
@@ -212,7 +212,14 @@ class MoELayer(nn.Module):
         device = resolve_device(device)
         ep = ep if ep is not None else ExpertParallel(device=device)
         placement = ep.placement(layer, cfg.n_routed_experts)
-        tensors = load_layer(path, layer, config=cfg, placement=placement, rank=ep.ep_rank, device=device)
+        layouts = [
+            functools.partial(select_layout, device, activations)
+            for activations in (activation_format, shared_activation_format(activation_format))
+        ]
+        tensors = load_layer(
+            path, layer, config=cfg, placement=placement, rank=ep.ep_rank, device=device,
+            layout=layouts[0], shared_layout=layouts[1],
+        )  # fmt: skip
         plain = tensors.gate_up.format == "fp32"
         self = cls(
             cfg,

@@ -23,6 +23,7 @@ from moe_layer.oracle import OracleLayer, relative_l2
 from moe_layer.parallel import ExpertParallel
 from moe_layer.quant import get_format
 from moe_layer.stages import StageTimer
+from moe_layer.weights import held_bytes
 
 # The paper's bound on a layer's relative L2 error against fp64 (its Appendix B).
 ERROR_LIMIT = 5.7e-3
@@ -116,7 +117,7 @@ def run_layer(
                 "activation_format": module.activation_format,
                 "quantize_at": module.quantize_at,
                 "experts_on_rank_0": len(module.local_experts),
-                "bytes_on_rank_0": sum(t.nbytes for t in module.state_dict().values()),
+                "bytes_on_rank_0": held_bytes(module),
                 "load_seconds": load_seconds,
                 "seconds": seconds,
                 "stage_seconds": stages,

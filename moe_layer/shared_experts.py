@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from moe_layer.gated_mlp import GatedMLP
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.quant import get_format
-from moe_layer.weights import GatedMLP
 
 
 class SharedExperts(GatedMLP):
@@ -35,7 +35,7 @@ class SharedExperts(GatedMLP):
         backend: ComputeBackend,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(1, hidden_size, intermediate_size, weight_format, device)
+        super().__init__(1, hidden_size, intermediate_size, weight_format, device, backend)
         self.activation = activation
         self.activation_format = activation_format
         self.backend = backend

@@ -27,7 +27,7 @@ class ExpertStack(nn.Module):
         unloaded: (local expert, part) pairs that hold no weights yet.
     """
 
-    data: torch.Tensor
+    data: torch.Tensor | None
     scale: torch.Tensor | None
     global_scale: torch.Tensor | None
 
@@ -53,26 +53,37 @@ class ExpertStack(nn.Module):
         self.register_buffer("global_scale", torch.empty(lead, device=device) if fmt.two_level else None)
         self.unloaded = {(e, p) for e in range(num_experts) for p in range(parts)}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.weights().storage.device
+
     def weights(self) -> ExpertWeights:
         """The buffers as the compute stages take them."""
+        assert self.data is not None
         return ExpertWeights(self.weight_format, self.data, self.scale, self.global_scale, self.columns)
 
     def adopt(self, weights: ExpertWeights, *, name: str = "experts") -> None:
-        """Take ``weights`` of all experts as they are, without a copy.
+        """Take ``weights`` of all experts as they are, without a copy (unless they are packed).
 
         Raises:
             CheckpointError: another format, shape or dtype than this stack's.
         """
+        self._check_all(weights, name)
+        weights = weights.unpacked()
+        self.data, self.scale, self.global_scale = weights.data, weights.scale, weights.global_scale
+        self.unloaded.clear()
+
+    def _check_all(self, weights: ExpertWeights, name: str) -> None:
+        """Raise CheckpointError unless ``weights`` are what this stack could hold."""
         if weights.format != self.weight_format or weights.columns != self.columns:
             raise CheckpointError(
                 f"{name}: {weights.format} rows of {weights.columns} values, "
                 f"expected {self.weight_format} rows of {self.columns}"
             )
-        for what, source in (("data", weights.data), ("scale", weights.scale), ("global_scale", weights.global_scale)):
-            buffer = getattr(self, what)
-            _check_like(f"{name}: {what}", buffer, source)
-            setattr(self, what, source)
-        self.unloaded.clear()
+        own = self.weights()
+        for what in ("data", "scale", "global_scale"):
+            _check_like(f"{name}: {what}", getattr(own, what), getattr(weights, what))
 
     def load_expert(self, expert: int, part: int, q: QuantizedTensor, *, name: str = "weight") -> None:
         """Copy the ``[rows, columns]`` weights of one local expert's part into place.
@@ -86,31 +97,40 @@ class ExpertStack(nn.Module):
         Raises:
             CheckpointError: another format, shape or dtype; a missing scale.
         """
+        own = self.weights()
+        for buffer, source in self._matched(own, q, name):
+            buffer[expert, part].copy_(source)
+        self.unloaded.discard((expert, part))
+
+    def _matched(self, own: ExpertWeights, q: QuantizedTensor, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(buffer of all experts in ``own``, one part's source in ``q``) of data, scale and global scale.
+
+        Raises:
+            CheckpointError: as :meth:`load_expert`.
+        """
         if q.format != self.weight_format:
             raise CheckpointError(f"{name}: format is {q.format}, but these experts are stored as {self.weight_format}")
         if q.columns != self.columns:
             raise CheckpointError(f"{name}: rows have {q.columns} columns, expected {self.columns}")
-        for what, buffer, source in (
-            ("data", self.data, q.data),
-            ("scale", self.scale, q.scale),
-            ("global_scale", self.global_scale, q.global_scale),
-        ):
+        pairs = []
+        for what in ("data", "scale", "global_scale"):
+            buffer: torch.Tensor | None = getattr(own, what)
+            source: torch.Tensor | None = getattr(q, what)
             if (buffer is None) != (source is None):
                 raise CheckpointError(
                     f"{name}: {what} is {'missing' if source is None else 'not expected'} in {q.format}"
                 )
             if buffer is None or source is None:
                 continue
-            target = buffer[expert, part]
             if what == "global_scale":
                 source = source.reshape(()) if source.numel() == 1 else source
-            if source.shape != target.shape or source.dtype != target.dtype:
+            if source.shape != buffer.shape[2:] or source.dtype != buffer.dtype:
                 raise CheckpointError(
                     f"{name}: {what} is {list(source.shape)} {source.dtype}, "
-                    f"expected {list(target.shape)} {target.dtype}"
+                    f"expected {list(buffer.shape[2:])} {buffer.dtype}"
                 )
-            target.copy_(source)
-        self.unloaded.discard((expert, part))
+            pairs.append((buffer, source))
+        return pairs
 
     def quantize_expert(self, expert: int, part: int, weight: torch.Tensor, *, name: str = "weight") -> None:
         """Quantize ``[rows, columns]`` floating weights into place.
@@ -125,7 +145,7 @@ class ExpertStack(nn.Module):
         fmt = get_format(self.weight_format)
         # A weight has one second-level scale; left to itself, quantize would give each row its own.
         scale = None
-        weight = weight.to(self.data.device)
+        weight = weight.to(self.device)
         if fmt.two_level:
             largest = fmt.quantize(weight.abs().amax().float().reshape(1, 1)).global_scale
             assert largest is not None
@@ -156,27 +176,6 @@ def _check_like(name: str, expected: torch.Tensor | None, found: torch.Tensor | 
         )
 
 
-class GatedMLP(nn.Module):
-    """Both projection groups of one or more experts.
-
-    Attributes:
-        gate_up: ``[intermediate, hidden]`` gate and up of each.
-        down: ``[hidden, intermediate]`` of each.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        weight_format: str,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.gate_up = ExpertStack(num_experts, 2, intermediate_size, hidden_size, weight_format, device)
-        self.down = ExpertStack(num_experts, 1, hidden_size, intermediate_size, weight_format, device)
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether every expert has its weights."""
-        return not (self.gate_up.unloaded or self.down.unloaded)
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers as they lie in memory."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

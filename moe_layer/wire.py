@@ -32,6 +32,11 @@ def implied_activation_format(weight_format: str) -> str:
     return "fp8" if weight_format.startswith("fp8") else ACTIVATION_OF[weight_format]
 
 
+def shared_activation_format(activation_format: str | None) -> str:
+    """What the shared experts multiply where the routed ones have ``activation_format`` (None: the implied one)."""
+    return "fp32" if activation_format == "fp32" else "bf16"
+
+
 def quantize(
     fmt: Format, global_scale: torch.Tensor | None, z: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
