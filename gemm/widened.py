@@ -30,7 +30,7 @@ class WidenedBackend(ComputeBackend):
 
     def __init__(self) -> None:
         self._kernels = Sm90Backend()
-        # By the identity of the original's data; an entry dies with it.
+        # By the identity of the tensor that holds the original; an entry dies with it.
         self._widened: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def build_index(
@@ -54,13 +54,7 @@ class WidenedBackend(ComputeBackend):
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
         h = self._kernels.fc1(widen_rows(x), self._wide(weights), index, activation, "fp32").data
-        scale = None
-        if output_global_scale is not None:
-            # Rows are grouped by expert; those past the last one get whatever scale.
-            numbers = torch.arange(h.shape[0], dtype=torch.int32, device=h.device)
-            expert = torch.searchsorted(index.offsets[1:], numbers, right=True)
-            scale = output_global_scale[expert.clamp_(max=weights.num_local_experts - 1)].unsqueeze(1)
-        return get_format(output_format).quantize(h, global_scale=scale)
+        return quantize_rows(h, output_format, index, output_global_scale)
 
     def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
         return self._kernels.fc2(widen_rows(h), self._wide(weights), index)
@@ -73,10 +67,10 @@ class WidenedBackend(ComputeBackend):
     def _wide(self, weights: ExpertWeights) -> ExpertWeights:
         if weights.format == "bf16":
             return weights
-        found = self._widened.get(weights.data)
-        if found is None or found[0] != weights.data._version:
-            found = (weights.data._version, widen_weights(weights))
-            self._widened[weights.data] = found
+        found = self._widened.get(weights.storage)
+        if found is None or found[0] != weights.storage._version:
+            found = (weights.storage._version, widen_weights(weights))
+            self._widened[weights.storage] = found
             logger.warning(
                 "%d experts × %d × %d in %s have no kernel here: widened to BF16, %.2f GiB more memory",
                 weights.num_local_experts, weights.parts * weights.rows, weights.columns, weights.format,
@@ -93,11 +87,29 @@ def widen_rows(x: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor("bf16", get_format(x.format).dequantize(x, torch.bfloat16), None, None, x.columns)
 
 
+def quantize_rows(
+    h: torch.Tensor, output_format: str, index: ExpertIndex, global_scale: torch.Tensor | None
+) -> QuantizedTensor:
+    """FC1's output in the format that FC2 takes.
+
+    Args:
+        h: fp32 ``[rows, N]``, grouped by expert.
+        global_scale: ``[num_local_experts]`` fp32 for two-level formats, or None for one per row.
+    """
+    scale = None
+    if global_scale is not None:
+        # Rows past the last expert's get whatever scale.
+        numbers = torch.arange(h.shape[0], dtype=torch.int32, device=h.device)
+        expert = torch.searchsorted(index.offsets[1:], numbers, right=True)
+        scale = global_scale[expert.clamp_(max=global_scale.numel() - 1)].unsqueeze(1)
+    return get_format(output_format).quantize(h, global_scale=scale)
+
+
 def widen_weights(weights: ExpertWeights) -> ExpertWeights:
     """Weights as BF16, one part of one expert at a time."""
     fmt = get_format(weights.format)
     shape = (weights.num_local_experts, weights.parts, weights.rows, weights.columns)
-    data = torch.empty(shape, dtype=torch.bfloat16, device=weights.data.device)
+    data = torch.empty(shape, dtype=torch.bfloat16, device=weights.storage.device)
     for expert in range(weights.num_local_experts):
         for part in range(weights.parts):
             data[expert, part] = fmt.dequantize(weights.expert(expert, part), torch.bfloat16)

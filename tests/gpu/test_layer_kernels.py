@@ -20,16 +20,21 @@ pytestmark = [
     ),
 ]
 NATIVE = ("bf16", "fp8_128x128")
-WIDENED = ("mxfp4", "int4", "mxfp8")
+LOW_BIT = ("mxfp4", "int4", "mxfp8")
+WIDENED = ("fp8_32x32", "fp8_128x128_ue8m0")
+BACKENDS = (
+    dict.fromkeys(NATIVE, "sm90") | dict.fromkeys(LOW_BIT, "sm90-low-bit") | dict.fromkeys(WIDENED, "sm90-widened")
+)
 LIMITS = {"bf16": 4e-3}
 
 
-@pytest.mark.parametrize("weight_format", NATIVE + WIDENED)
+@pytest.mark.parametrize("weight_format", BACKENDS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers(name: str, weight_format: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="moe_layer"):
         layer = fill(MoELayer(config(name), device="cuda", weight_format=weight_format), 1)
-        assert layer.backend.name == ("sm90" if weight_format in NATIVE else "sm90-widened")
+        assert layer.backend.name == BACKENDS[weight_format]
+        assert (layer.routed_experts.gate_up.weights().packed is not None) == (weight_format in LOW_BIT)
         x = torch.randn(40, layer.cfg.hidden_size, device="cuda").bfloat16()
         got = layer(x)
     assert ("widened to BF16" in caplog.text) == (weight_format in WIDENED)

@@ -1,0 +1,82 @@
+"""Low-bit weights on Hopper: packed once at load, widened to BF16 in the grouped GEMM's registers.
+
+Weights in MXFP4, NVFP4, INT4 (groups of 32) and MXFP8 stay as large as the checkpoint has them. Activations are widened
+to BF16 at every step. FC1's output is quantized where the layer says so: MXFP8 in the kernel, whose BF16 rows then hold
+MXFP8's values, other formats after it, from FP32.
+
+Weights that are not packed (their values cannot be, or nobody asked for it) run as in :mod:`moe_layer.gemm.widened`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from moe_layer.errors import TensorError
+from moe_layer.gemm import reference, sm90_backend
+from moe_layer.gemm.activation import Activation
+from moe_layer.gemm.index import ExpertIndex
+from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.weights import ExpertWeights
+from moe_layer.gemm.widened import WidenedBackend, quantize_rows, widen_rows
+from moe_layer.quant import QuantizedTensor
+
+# Rows are whole 16-byte vectors of BF16, both those that a GEMM reads (K) and those that it writes (N).
+VECTOR = 8
+# FC1's output formats that the kernel gives itself, and what it then writes: BF16 rows of that format's values.
+KERNEL_OUTPUTS = ("bf16", "mxfp8")
+
+
+class LowBitBackend(WidenedBackend):
+    """Packed weights in place of widened ones; see the module's docstring."""
+
+    name: ClassVar[str] = "sm90-low-bit"
+
+    def weight_layout(self, weight_format: str, parts: int, rows: int, columns: int) -> RegisterTiles | None:
+        if weight_format not in PACKED_FORMATS or rows % VECTOR or columns % VECTOR:
+            return None
+        return RegisterTiles(weight_format, parts, rows, columns)
+
+    def fc1(
+        self,
+        x: QuantizedTensor,
+        weights: ExpertWeights,
+        index: ExpertIndex,
+        activation: Activation,
+        output_format: str,
+        *,
+        output_global_scale: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        check_operands("fc1", x, weights, index, parts=2)
+        rows = widen_rows(x)
+        if weights.packed is None or not sm90_backend.served(rows, weights):
+            return super().fc1(rows, weights, index, activation, output_format, output_global_scale=output_global_scale)
+        in_kernel = output_format in KERNEL_OUTPUTS
+        dtype = torch.bfloat16 if in_kernel else torch.float32
+        h = torch.empty(index.slots.numel(), weights.rows, dtype=dtype, device=rows.data.device)
+        kind: dict[str, Any] = {"output": output_format} if in_kernel else {}
+        sm90_backend.grouped_gemm(rows, weights, index, h, None, gather=True, activation=activation, **kind)
+        if in_kernel:
+            return QuantizedTensor("bf16", h, None, None, weights.rows)
+        return quantize_rows(h, output_format, index, output_global_scale)
+
+    def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
+        """As :meth:`ComputeBackend.fc2`; BF16 rows."""
+        check_operands("fc2", h, weights, index, parts=1)
+        rows = widen_rows(h)
+        if weights.packed is None or not sm90_backend.served(rows, weights):
+            return super().fc2(rows, weights, index)
+        out = torch.empty(rows.data.shape[0], weights.rows, dtype=torch.bfloat16, device=rows.data.device)
+        sm90_backend.grouped_gemm(rows, weights, index, out, None, gather=False, activation=None)
+        return out
+
+
+def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:
+    """Raise TensorError where the operands of a stage do not fit each other, or do not lie on one GPU."""
+    reference.check_operands(stage, x, weights, index, parts=parts)
+    for name, tensor in (("rows", x.data), ("weights", weights.storage), ("offsets", index.offsets)):
+        if tensor.device.type != "cuda" or tensor.device != x.data.device:
+            raise TensorError(f"{stage}: {name} lie on {tensor.device}, rows on {x.data.device}; kernels need one GPU")
+    if x.data.dim() != 2 or (x.data.numel() and x.data.stride(1) != 1):
+        raise TensorError(f"{stage}: rows must be [rows, K] with contiguous rows, got strides {x.data.stride()}")
