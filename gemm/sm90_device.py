@@ -47,6 +47,10 @@ def load_shared_f32x2(shared: Int32) -> Any:
     )
 
 
+def store_shared_f32(shared: Int32, value: Float32) -> None:
+    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[shared, value])
+
+
 def load_shared_f32(shared: Int32) -> Float32:
     return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[shared])
 

@@ -22,10 +22,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.activation import Activation
-from moe_layer.gemm.sm90_spec import CONSUMER_WARPGROUPS, SCALE_BLOCK, STAGED_TOKENS, WARP, WARPGROUP, GroupedSpec
+from moe_layer.gemm.sm90_spec import SCALE_BLOCK, STAGED_TOKENS, WARP, WARPGROUP, GroupedSpec
 from moe_layer.quant import registers as reg
 
-CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
 CONSUMER_BARRIER = 1  # barrier 0 is sync_threads'
 E4M3_MAX = 448.0
 MIN_SCALE = 2.0**-126  # as the FP8 quantizer has it (quant/fp8.py)
@@ -187,27 +186,36 @@ def store_swapped(
     row: Int32, count: Int32, column: Int32, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
 ):  # fmt: skip
     """Features in rows: see the module's docstring."""
-    lane = tid % WARP
-    warp = tid // WARP
     for first in range_constexpr(0, spec.tokens, STAGED_TOKENS):
         here = min(spec.tokens - first, STAGED_TOKENS)
-        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)  # the rows before are out
-        for half in range_constexpr(2):
-            block = (group * 2 + half) * 4 + warp % 4  # of 16 weight rows
-            for c in range_constexpr(here // 8):
-                for i in range_constexpr(2):
-                    to = staging + (c * 8 + (lane % 4) * 2 + i) * spec.staging_row_bytes
-                    pair = [sums[half][i + 2 * h + 4 * (first // 8 + c)] for h in range(2)]
-                    if const_expr(spec.parts == 2):
-                        stage_value(spec, to, block * 8 + lane // 4, activate(spec.activation, *pair))
-                    else:
-                        for h in range_constexpr(2):
-                            stage_value(spec, to, block * 16 + h * 8 + lane // 4, pair[h])
-        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=spec.consumers)  # the rows before are out
+        stage_rows(spec, sums, staging, tid, group, first)
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=spec.consumers)
         store_staged(
             spec, staging, tid, row + first, dev.smaller(count - first, Int32(here)), column,
             out, out_stride, out_scale, out_scale_stride,
         )  # fmt: skip
+
+
+@cute.jit
+def stage_rows(
+    spec: cutlass.Constexpr, sums: cutlass.Constexpr, staging: Int32, tid: Int32, group: Int32, first: cutlass.Constexpr
+):  # fmt: skip
+    """A warpgroup's features of the tokens from ``first`` on, into shared memory."""
+    lane = tid % WARP
+    warp = tid // WARP
+    here = min(spec.tokens - first, STAGED_TOKENS)
+    for half in range_constexpr(len(sums)):
+        block = (group * len(sums) + half) * 4 + warp % 4  # of 16 weight rows
+        for c in range_constexpr(here // 8):
+            for i in range_constexpr(2):
+                to = staging + (c * 8 + (lane % 4) * 2 + i) * spec.staging_row_bytes
+                pair = [sums[half][i + 2 * h + 4 * (first // 8 + c)] for h in range(2)]
+                if const_expr(spec.parts == 2):
+                    stage_value(spec, to, block * 8 + lane // 4, activate(spec.activation, *pair))
+                else:
+                    for h in range_constexpr(2):
+                        stage_value(spec, to, block * 16 + h * 8 + lane // 4, pair[h])
 
 
 @cute.jit
@@ -219,7 +227,7 @@ def store_staged(
     lane = tid % WARP
     if const_expr(spec.out == "mxfp8"):
         per_row = spec.tile_features // 4
-        for v in range(tid, count * per_row, CONSUMERS):
+        for v in range(tid, count * per_row, spec.consumers):
             token, chunk = v // per_row, v % per_row
             words = dev.load_shared_v4(staging + token * spec.staging_row_bytes + chunk * 16)
             low, high = mxfp8_rounded([dev.bits_to_f32(w) for w in words])
@@ -229,14 +237,14 @@ def store_staged(
     elif const_expr(spec.out != "fp8"):
         width = 16 // spec.out_bytes
         per_row = spec.tile_features // width
-        for v in range(tid, count * per_row, CONSUMERS):
+        for v in range(tid, count * per_row, spec.consumers):
             token, chunk = v // per_row, v % per_row
             vector = dev.load_shared_v4(staging + token * spec.staging_row_bytes + chunk * 16)
             feature = column * spec.tile_features + chunk * width
             if feature < Int32(spec.n):
                 dev.store_v4(out + Int64(row + token) * out_stride + Int64(feature) * spec.out_bytes, vector)
     else:
-        for token in range(tid // WARP, count, CONSUMERS // WARP):
+        for token in range(tid // WARP, count, spec.consumers // WARP):
             words = dev.load_shared_v4(staging + token * spec.staging_row_bytes + lane * 16)
             values = [dev.bits_to_f32(w) for w in words]
             amax = Float32(0.0)

@@ -46,11 +46,8 @@ from moe_layer.gemm.sm90_epilogue import store_swapped, store_wide
 from moe_layer.gemm.sm90_pipeline import release
 from moe_layer.gemm.sm90_schedule import block_in_cluster, fill_schedule, locate
 from moe_layer.gemm.sm90_spec import (
-    CONSUMER_REGISTERS,
-    CONSUMER_WARPGROUPS,
-    PRODUCER_REGISTERS,
+    REGISTERS,
     STAGE_ROW_BYTES,
-    THREADS,
     WARP,
     WARPGROUP,
     WEIGHT_ROWS,
@@ -390,7 +387,7 @@ def grouped_gemm_kernel(
     if tid == Int32(0):
         for i in range_constexpr(spec.stages):
             cute.arch.mbarrier_init(full + i, 1 + WARPGROUP)
-            cute.arch.mbarrier_init(empty + i, CONSUMER_WARPGROUPS * spec.cluster)
+            cute.arch.mbarrier_init(empty + i, spec.consumer_warpgroups * spec.cluster)
         cute.arch.mbarrier_init_fence()
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -403,7 +400,7 @@ def grouped_gemm_kernel(
         cute.arch.sync_threads()
 
     if warp < Int32(WARPGROUP // WARP):
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        cute.arch.setmaxregister_decrease(REGISTERS[spec.consumer_warpgroups][0])
         to, source = None, None
         if const_expr(spec.low_bit is None):
             tiled = cute.zipped_divide(tma_weights, (WEIGHT_ROWS, spec.k_tile))
@@ -419,7 +416,7 @@ def grouped_gemm_kernel(
             full, empty, rows, order, tiles, slots, x, x_stride, x_scale, x_scale_stride, weight_scale, weights, packed,
         )  # fmt: skip
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(REGISTERS[spec.consumer_warpgroups][1])
         if const_expr(spec.low_bit is None):
             consume(
                 spec, weight_tile, token_tile, dev.shared_address(scales), dev.shared_address(staging),
@@ -460,6 +457,6 @@ def grouped_gemm(
         spec, tma, tma_weights, offsets, slots, x, x_stride, x_scale, x_scale_stride, weight_scale,
         out, out_stride, out_scale, out_scale_stride, weights if spec.low_bit is not None else None,
     ).launch(
-        grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, use_pdl=True,
+        grid=[grid, 1, 1], block=[spec.threads, 1, 1], cluster=[spec.cluster, 1, 1], stream=stream, use_pdl=True,
         min_blocks_per_mp=1,
     )  # fmt: skip

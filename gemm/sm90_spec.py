@@ -8,7 +8,6 @@ from moe_layer.gemm.activation import Activation
 
 WARP, WARPGROUP = 32, 128
 CONSUMER_WARPGROUPS = 2
-THREADS = WARPGROUP * (1 + CONSUMER_WARPGROUPS)
 WEIGHT_ROWS = 256  # rows of the weight tile: what two warpgroups hold in registers beside 128 tokens
 STAGE_ROW_BYTES = 128  # of K a stage: the widest swizzle, so that WGMMA reads shared memory without conflicts
 SCALE_BLOCK = 128  # FP8: K values a token scale covers, and rows and columns a weight scale covers
@@ -16,9 +15,16 @@ SWAP_TOKENS = (8, 16, 32, 64, 96)  # token tiles with tokens as WGMMA's N
 WIDE_TOKENS = 128  # token tile with tokens as WGMMA's M
 STAGED_TOKENS = 32  # of the swapped epilogue at a time: with 64, FP8 would lose a stage
 SHARED_MEMORY = 232448  # bytes a block of sm_90 may use
-# Registers a thread: the register file holds 512 for a thread of each of the three warpgroups.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
-# Low-bit weights: K of a stage. Twice 128 bytes of BF16 tokens, so that a stage is work enough for its barriers.
+# Registers a thread of producers and consumers, by consumer warpgroups, of the 65536 of a multiprocessor.
+REGISTERS = {2: (56, 224), 4: (56, 104)}
+# Low-bit weights: up to so many tokens twice as many warps, of one m64 each, hide more of the latency of widening.
+# INT4 needs more registers.
+MANY_WARPS_TOKENS, MANY_WARPS_TOKENS_INT4 = 64, 32
+# By tokens: steps of 16 K started together. More wait less for one another, fewer need less registers.
+TOGETHER = {8: 4, 16: 4, 32: 2, 64: 2, 96: 1, 128: 1}
+# Up to so many tokens a stage has two packed tiles: half the barriers.
+TWO_TILES_TOKENS = 32
+# K of a packed tile. Twice 128 bytes of BF16 tokens, so that a stage is work enough for its barriers.
 WIDENED_K = 128
 
 
@@ -98,6 +104,26 @@ class GroupedSpec:
         return self.low_bit is not None or self.tokens != WIDE_TOKENS
 
     @property
+    def consumer_warpgroups(self) -> int:
+        """Of a block, beside the producer's one."""
+        limit = MANY_WARPS_TOKENS_INT4 if self.weights == "int4" else MANY_WARPS_TOKENS
+        return 2 * CONSUMER_WARPGROUPS if self.weights and self.tokens <= limit else CONSUMER_WARPGROUPS
+
+    @property
+    def consumers(self) -> int:
+        """Consumer threads."""
+        return WARPGROUP * self.consumer_warpgroups
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP + self.consumers
+
+    @property
+    def steps_together(self) -> int:
+        """Low-bit weights: WGMMA's steps of 16 K that are widened and started together."""
+        return TOGETHER[self.tokens]
+
+    @property
     def low_bit(self) -> LowBitFormat | None:
         """The weights' format where it is widened in registers."""
         return LOW_BIT_FORMATS.get(self.weights)
@@ -118,7 +144,18 @@ class GroupedSpec:
     @property
     def k_tile(self) -> int:
         """K of a stage."""
-        return STAGE_ROW_BYTES // self.element_bytes if self.low_bit is None else WIDENED_K
+        return STAGE_ROW_BYTES // self.element_bytes if self.low_bit is None else WIDENED_K * self.stage_units
+
+    @property
+    def stage_units(self) -> int:
+        """Low-bit weights: packed tiles of 128 K in a stage."""
+        few = self.tokens <= TWO_TILES_TOKENS and self.low_bit is not None and self.low_bit.bits == 4
+        return 2 if few and -(-self.k // WIDENED_K) % 2 == 0 else 1
+
+    @property
+    def weight_blocks(self) -> int:
+        """Blocks of 64 weight rows, WGMMA's M, of a consumer warpgroup."""
+        return WEIGHT_ROWS // 64 // self.consumer_warpgroups
 
     @property
     def stage_lines(self) -> int:
@@ -155,7 +192,7 @@ class GroupedSpec:
 
     @property
     def weight_stage_bytes(self) -> int:
-        return WEIGHT_ROWS * STAGE_ROW_BYTES if self.low_bit is None else self.low_bit.stage_bytes
+        return WEIGHT_ROWS * STAGE_ROW_BYTES if self.low_bit is None else self.low_bit.stage_bytes * self.stage_units
 
     @property
     def token_stage_bytes(self) -> int:

@@ -3,10 +3,10 @@
 ``out[row] = epilogue(W[e] · x[row])`` as in sm90_grouped, which produces the stages: 256 weight rows × 128 of K in
 packed form, one bulk copy, beside the tokens' BF16 rows. Weights are WGMMA's M, tokens its N.
 
-A consumer warpgroup takes 128 weight rows (two m64), as everywhere. For a step of 16 K a thread owns 8 weights of an
-m64: WGMMA's fragment. They lie in one 32-bit word (8-bit weights: two), and the words of four steps in one 16-byte
-vector, so that a stage costs a warpgroup four vectors a thread, without bank conflicts and without a shuffle; the bytes
-were put in this order once, at load (gemm/register_tiles.py).
+There are two consumer warpgroups of two m64 each, or, for few tokens, four of one. For a step of 16 K a thread owns 8
+weights of an m64: WGMMA's fragment. They lie in one 32-bit word (8-bit weights: two), and the words of four steps in
+one 16-byte vector, so that a stage costs a thread two vectors an m64, without bank conflicts and without a shuffle; the
+bytes were put in this order once, at load (gemm/register_tiles.py).
 
 Widening is exact and works on bit patterns. E2M1 ``s e1 e0 m`` at bits 15 and 8 … 6 of a half word is the BF16 number
 ``value · 2⁻¹²⁶`` (E4M3 at 15 and 10 … 4: ``value · 2⁻¹²⁰``), subnormals included; one BF16 multiplication by the
@@ -35,17 +35,12 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.sm90_epilogue import store_swapped
-from moe_layer.gemm.sm90_pipeline import release
+from moe_layer.gemm.sm90_pipeline import release, release_if
 from moe_layer.gemm.sm90_schedule import locate
 from moe_layer.gemm.sm90_spec import WARP, WARPGROUP, GroupedSpec
 
 STEP_K = 16  # of a WGMMA
-STEPS = 8  # of a stage
-# Steps whose WGMMAs may be running while the next one is widened.
-IN_FLIGHT = 2
-# The step at which the stage before is given back. ptxas lets WGMMAs with register operands overlap only where
-# IN_FLIGHT + 1 steps in a row have no branch between them (else its note C7513), and giving back branches.
-RELEASE_STEP = 4
+STEPS = 8  # WGMMAs along K of a packed tile
 E2M1_BITS, E4M3_BITS = 0x81C081C0, 0x87F087F0
 # Exponent field of NVFP4's multiplier at byte 0: a scale of 1.mmm · 2^(e - 10) becomes scale · 2^118, so that its
 # largest, 448, is still finite; the epilogue's factor has the remaining 2^8.
@@ -75,16 +70,17 @@ def widen_int4(word: Uint32) -> list[Uint32]:
     return [dev.add_bf16x2(pair, Uint32(0xC308C308)) for pair in pairs]
 
 
-def scale_words(spec: GroupedSpec, scales: Int32, block: Any, lane: Int32, warp: Int32) -> list[Any]:
-    """``[h][word]``: the scales for 128 of K of rows ``lane / 4`` and ``lane / 4 + 8`` of a warp's 16."""
+def load_scales(spec: GroupedSpec, words: Int32, block: Any, tile: int, lane: Int32, warp: Int32) -> list[Any]:
+    """``[h][word]``: the scales in a stage's packed tile of rows ``lane / 4`` and ``lane / 4 + 8`` of a warp's 16."""
     assert spec.low_bit is not None
     size = spec.low_bit.scale_bytes
-    at = scales + ((block * 4 + warp) * 8 + lane // 4) * (2 * size)
+    at = words + tile * spec.low_bit.stage_bytes + spec.low_bit.word_bytes
+    at = at + ((block * 4 + warp) * 8 + lane // 4) * (2 * size)
     if size == 4:
         first, second = dev.load_shared_v2(at)
         return [[first], [second]]
-    words = dev.load_shared_v4(at)
-    return [words[:2], words[2:]]
+    scales = dev.load_shared_v4(at)
+    return [scales[:2], scales[2:]]
 
 
 def multiplier(spec: GroupedSpec, words: Any, step: int) -> Uint32:
@@ -102,10 +98,11 @@ def integer_scale(words: Any, block: int) -> Float32:
 
 
 def load_weights(spec: GroupedSpec, words: Int32, block: Any, half: int, tid: Int32) -> list[Any]:
-    """A thread's words of one m64 for half a stage: ``[step][word]``."""
+    """A thread's words of one m64 for the ``half``-th 64 K of a stage: ``[step][word]``."""
     assert spec.low_bit is not None
     vectors = spec.low_bit.bits // 4
-    at = words + (((half * 4 + block) * vectors) * WARPGROUP + tid % WARPGROUP) * 16
+    at = words + half // 2 * spec.low_bit.stage_bytes
+    at = at + ((half % 2 * 4 + block) * vectors * WARPGROUP + tid % WARPGROUP) * 16
     flat = [w for v in range(vectors) for w in dev.load_shared_v4(at + v * (WARPGROUP * 16))]
     return [flat[vectors * s : vectors * (s + 1)] for s in range(4)]
 
@@ -139,7 +136,7 @@ def consume_widened(
 ):  # fmt: skip
     """A consumer warpgroup's work. ``factors``: ``[experts, parts]`` FP32, what sums are multiplied by."""
     tid = cute.arch.thread_idx()[0] - WARPGROUP
-    block, grid = cute.arch.block_idx()[0] // spec.cluster, cute.arch.grid_dim()[0] // spec.cluster
+    first_tile, grid = cute.arch.block_idx()[0] // spec.cluster, cute.arch.grid_dim()[0] // spec.cluster
     group = cute.arch.make_warp_uniform(tid // WARPGROUP)
     total = tiles[spec.experts] * spec.column_tiles
     first_mma, mma = make_mma(spec.tokens), make_mma(spec.tokens)
@@ -147,12 +144,13 @@ def consume_widened(
     mma.set(warpgroup.Field.ACCUMULATE, True)
     tokens = mma.make_fragment_B(mma.get_slice(0).partition_B(token_tile))
     shape = mma.partition_shape_C((64, spec.tokens))
-    sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+    blocks = spec.weight_blocks
+    sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(blocks)]
     stage, phase = Int32(0), Int32(0)
-    for tile in range(block, total, grid):
+    for tile in range(first_tile, total, grid):
         expert, row, count, column = locate(spec, tile, rows, order, tiles)
-        for half in range_constexpr(2):
-            sums[half].fill(0.0)
+        for block in range_constexpr(blocks):
+            sums[block].fill(0.0)
         if const_expr(spec.weights == "int4"):
             stage, phase = accumulate_integers(
                 spec, first_mma, mma, tokens, sums, packed, full, empty, tid, group, stage, phase
@@ -161,9 +159,9 @@ def consume_widened(
             stage, phase = accumulate(spec, mma, tokens, sums, packed, full, empty, tid, group, stage, phase)
         factor = factors + Int64(expert) * (4 * spec.parts)
         by_row = [dev.load_f32(factor), dev.load_f32(factor + 4 * (spec.parts - 1))]
-        for half in range_constexpr(2):
+        for block in range_constexpr(blocks):
             for i in range_constexpr(spec.tokens // 2):
-                sums[half][i] = sums[half][i] * by_row[i // 2 % 2]
+                sums[block][i] = sums[block][i] * by_row[i // 2 % 2]
         store_swapped(spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride)
 
 
@@ -174,27 +172,37 @@ def accumulate(
 ):  # fmt: skip
     """The main loop over K of one tile; weights times their scales are BF16 numbers."""
     lane, warp = tid % WARP, tid % WARPGROUP // WARP
+    blocks, together, steps = len(sums), spec.steps_together, spec.k_tile // STEP_K
+    mine = [group * blocks + b for b in range(blocks)]
     previous = stage
     for step in range(spec.k_steps):
+        # Else the addresses of the WGMMAs' tokens are computed in vector registers and moved, two instructions each.
+        stage = cute.arch.make_warp_uniform(stage)
         cute.arch.mbarrier_wait(full + stage, phase)
         # The tokens came by cp.async, which the tensor cores' reads do not see without this.
         cute.arch.fence_view_async_shared()
         words = packed + stage * spec.weight_stage_bytes
-        scales = [scale_words(spec, words + spec.low_bit.word_bytes, group * 2 + half, lane, warp) for half in range(2)]
-        for k in range_constexpr(STEPS):
-            if const_expr(k % 4 == 0):
-                weights = [load_weights(spec, words, group * 2 + half, k // 4, tid) for half in range(2)]
-            warpgroup.wait_group(IN_FLIGHT)
-            if const_expr(k == RELEASE_STEP):  # noqa: SIM102 (one is decided when compiling, the other when running)
-                if step > 0:
-                    release(spec, empty + previous, tid)
-            own = [Registers() for _ in range(2)]
-            for half in range_constexpr(2):
-                by_row = [multiplier(spec, scales[half][h], k) for h in range(2)]
-                own[half].set(widen(spec, weights[half][k % 4], by_row))
+        following = [load_weights(spec, words, block, 0, tid) for block in mine]
+        for first in range_constexpr(0, steps, together):
+            if const_expr(first % STEPS == 0):
+                scales = [load_scales(spec, words, block, first // STEPS, lane, warp) for block in mine]
+            if const_expr(first % 4 == 0):
+                # The next half is fetched while this one is widened.
+                weights = following
+                if const_expr(first + 4 < steps):
+                    following = [load_weights(spec, words, block, first // 4 + 1, tid) for block in mine]
+            warpgroup.wait_group(1)
+            if const_expr(2 * first == steps):
+                release_if(empty + previous, tid, step)
+            own = [[Registers() for _ in range(blocks)] for _ in range(together)]
+            for k in range_constexpr(together):
+                for b in range_constexpr(blocks):
+                    by_row = [multiplier(spec, scales[b][h], (first + k) % STEPS) for h in range(2)]
+                    own[k][b].set(widen(spec, weights[b][(first + k) % 4], by_row))
             warpgroup.fence()
-            for half in range_constexpr(2):
-                multiply(mma, sums[half], own[half], tokens, k, stage)
+            for k in range_constexpr(together):
+                for b in range_constexpr(blocks):
+                    multiply(mma, sums[b], own[k][b], tokens, first + k, stage)
             warpgroup.commit_group()
         previous = stage
         stage += 1
@@ -208,37 +216,47 @@ def accumulate(
 
 @cute.jit
 def accumulate_integers(
-    spec: cutlass.Constexpr, first_mma: cutlass.Constexpr, mma: cutlass.Constexpr, tokens: cute.Tensor,
+    spec: cutlass.Constexpr, first_mma: cutlass.Constexpr, next_mma: cutlass.Constexpr, tokens: cute.Tensor,
     sums: cutlass.Constexpr, packed: Int32, full: cute.Pointer, empty: cute.Pointer, tid: Int32, group: Int32,
     stage: Int32, phase: Int32,
 ):  # fmt: skip
     """As :func:`accumulate`, for weights whose scales are applied to the sums of 32 of K.
 
-    One m64 at a time: while it is scaled, the other one's WGMMAs run.
+    While one m64's sums over 32 of K are scaled, the next one's WGMMAs run, if there are registers for both.
     """
     lane, warp = tid % WARP, tid % WARPGROUP // WARP
-    parts = [cute.make_rmem_tensor(sums[0].shape, Float32) for _ in range(2)]
+    blocks = len(sums)
+    mine = [group * blocks + b for b in range(blocks)]
+    turns = 2 if spec.tokens <= 64 else 1
+    parts = [cute.make_rmem_tensor(sums[0].shape, Float32) for _ in range(turns)]
+    order = [(block32, b) for block32 in range(spec.k_tile // 32) for b in range(blocks)]
     for _ in range(spec.k_steps):
+        stage = cute.arch.make_warp_uniform(stage)
         cute.arch.mbarrier_wait(full + stage, phase)
         cute.arch.fence_view_async_shared()
         words = packed + stage * spec.weight_stage_bytes
-        scales = [scale_words(spec, words + spec.low_bit.word_bytes, group * 2 + half, lane, warp) for half in range(2)]
-        for k in range_constexpr(0, STEPS, 2):
-            if const_expr(k % 4 == 0):
-                weights = [load_weights(spec, words, group * 2 + half, k // 4, tid) for half in range(2)]
-            for half in range_constexpr(2):
+        tiles = range(spec.stage_units)
+        scales = [[load_scales(spec, words, block, tile, lane, warp) for block in mine] for tile in tiles]
+        for n in range_constexpr(len(order) + turns - 1):
+            if const_expr(n < len(order)):
+                block32, b = order[n]
+                if const_expr(block32 % 2 == 0 and b == 0):
+                    weights = [load_weights(spec, words, block, block32 // 2, tid) for block in mine]
                 own = [Registers() for _ in range(2)]
                 for j in range_constexpr(2):
-                    own[j].set(widen(spec, weights[half][(k + j) % 4], None))
+                    own[j].set(widen(spec, weights[b][block32 % 2 * 2 + j], None))
                 warpgroup.fence()
                 for j in range_constexpr(2):
-                    multiply(first_mma if j == 0 else mma, parts[half], own[j], tokens, k + j, stage)
+                    mma = first_mma if j == 0 else next_mma
+                    multiply(mma, parts[n % turns], own[j], tokens, block32 * 2 + j, stage)
                 warpgroup.commit_group()
-            for half in range_constexpr(2):
-                warpgroup.wait_group(1 - half)
-                by_row = [integer_scale(scales[half][h], k // 2) for h in range(2)]
+            if const_expr(n >= turns - 1):
+                warpgroup.wait_group(turns - 1 if n < len(order) else 0)
+                done = n - (turns - 1)
+                block32, b = order[done]
+                by_row = [integer_scale(scales[block32 // 4][b][h], block32 % 4) for h in range(2)]
                 for i in range_constexpr(spec.tokens // 2):
-                    sums[half][i] = sums[half][i] + parts[half][i] * by_row[i // 2 % 2]
+                    sums[b][i] = sums[b][i] + parts[done % turns][i] * by_row[i // 2 % 2]
         release(spec, empty + stage, tid)
         stage += 1
         if stage == Int32(spec.stages):
