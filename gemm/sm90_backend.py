@@ -149,14 +149,16 @@ def grouped_spec(
     *,
     gather: bool,
     activation: Activation | None,
+    output: str | None = None,
 ) -> GroupedSpec:
     """What :func:`grouped_gemm` launches for these operands."""
-    dtype = WEIGHT_DTYPES[weights.format]
+    low_bit = weights.format if weights.packed is not None else ""
+    dtype = "bf16" if low_bit else WEIGHT_DTYPES[weights.format]
     rows = index.slots.numel() if index.expected_rows is None else index.expected_rows
-    tile = choose_tile(ARCH, dtype, rows, weights.num_local_experts)
+    tile = choose_tile(ARCH, low_bit or dtype, rows, weights.num_local_experts)
     return GroupedSpec(
-        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, DTYPE_NAMES[out],
-        tile.tokens, gather, activation, tile.cluster,
+        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, output or DTYPE_NAMES[out],
+        tile.tokens, gather, activation, tile.cluster, weights=low_bit,
     )  # fmt: skip
 
 
@@ -169,8 +171,9 @@ def grouped_gemm(
     *,
     gather: bool,
     activation: Activation | None,
+    output: str | None = None,
 ) -> None:
-    """Launch one grouped GEMM on the current stream.
+    """Launch one grouped GEMM on the current stream. Packed weights take BF16 rows.
 
     Args:
         x: ``[S, K]`` read through ``index.slots`` (``gather``), or ``[rows, K]`` in order.
@@ -178,13 +181,14 @@ def grouped_gemm(
             are.
         out_scale: ``[≥ rows, ⌈N/128⌉]`` fp32 for FP8 output, else None.
         activation: for weights of two parts, or None.
+        output: ``"mxfp8"``: BF16 rows of MXFP8's values (packed weights); None: as ``out``'s dtype.
     """
-    spec = grouped_spec(x, weights, index, out.dtype, gather=gather, activation=activation)
+    spec = grouped_spec(x, weights, index, out.dtype, gather=gather, activation=activation, output=output)
     kernel: Callable[..., None] = _kernel(spec)
-    x_scale, w_scale = x.scale, weights.scale
+    x_scale, w_scale = x.scale, weights.factor if spec.weights else weights.scale
     kernel(
         anchor(x.data.device),
-        weights.data.data_ptr(), index.offsets.data_ptr(), index.slots.data_ptr(),
+        weights.storage.data_ptr(), index.offsets.data_ptr(), index.slots.data_ptr(),
         x.data.data_ptr(), x.data.stride(0) * x.data.element_size(),
         0 if x_scale is None else x_scale.data_ptr(), 0 if x_scale is None else x_scale.stride(0) * 4,
         0 if w_scale is None else w_scale.data_ptr(),

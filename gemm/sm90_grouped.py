@@ -113,7 +113,7 @@ def produce(
                     if const_expr(spec.low_bit is not None):
                         dev.copy_bulk(
                             packed_to + stage * spec.weight_stage_bytes,
-                            packed + packed_offset(spec, expert, column, step),
+                            packed + packed_offset(spec, expert, column, Int32(step)),
                             spec.weight_stage_bytes,
                             dev.shared_address(full + stage),
                         )

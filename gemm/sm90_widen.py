@@ -193,7 +193,7 @@ def accumulate(
                     following = [load_weights(spec, words, block, first // 4 + 1, tid) for block in mine]
             warpgroup.wait_group(1)
             if const_expr(2 * first == steps):
-                release_if(empty + previous, tid, step)
+                release_if(empty + previous, tid, Int32(step))
             own = [[Registers() for _ in range(blocks)] for _ in range(together)]
             for k in range_constexpr(together):
                 for b in range_constexpr(blocks):
