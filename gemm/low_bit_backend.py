@@ -9,7 +9,7 @@ Weights that are not packed (their values cannot be, or nobody asked for it) run
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -55,8 +55,8 @@ class LowBitBackend(WidenedBackend):
         in_kernel = output_format in KERNEL_OUTPUTS
         dtype = torch.bfloat16 if in_kernel else torch.float32
         h = torch.empty(index.slots.numel(), weights.rows, dtype=dtype, device=rows.data.device)
-        kind: dict[str, Any] = {"output": output_format} if in_kernel else {}
-        sm90_backend.grouped_gemm(rows, weights, index, h, None, gather=True, activation=activation, **kind)
+        output = output_format if in_kernel else None
+        sm90_backend.grouped_gemm(rows, weights, index, h, None, gather=True, activation=activation, output=output)
         if in_kernel:
             return QuantizedTensor("bf16", h, None, None, weights.rows)
         return quantize_rows(h, output_format, index, output_global_scale)

@@ -35,10 +35,9 @@ from torch.nn.functional import pad
 from moe_layer.errors import FormatError, TensorError, UnrepresentableError
 from moe_layer.gemm import register_scales, register_words
 from moe_layer.gemm.register_scales import E2M1_SCALES, E4M3_SCALES, NVFP4_FACTOR
-from moe_layer.gemm.sm90_spec import WEIGHT_ROWS
+from moe_layer.gemm.sm90_spec import WEIGHT_ROWS, WIDENED_K
 from moe_layer.quant import get_format
 
-TILE_COLUMNS = 128  # of K a stage
 BLOCKS, WARPS, LANE_ROWS, QUADS = 4, 4, 8, 4  # m64 blocks of a tile, warps of a warpgroup, lanes of a warp: 8 × 4
 STEP = 16  # of K a WGMMA
 PACKED_FORMATS = ("int4", "mxfp4", "mxfp8", "nvfp4")
@@ -48,9 +47,10 @@ _MAGNITUDE = {"mxfp4": 0x77, "nvfp4": 0x77, "mxfp8": 0x7F}  # the bits of a byte
 _ZERO = {"int4": 0x88}  # a byte of zero codes, where it is not 0
 _ONE = {"mxfp4": 127, "mxfp8": 127, "nvfp4": 0x38, "int4": 1.0}  # a scale of 1, in its stored dtype
 E4M3_NAN = 0x7F
-# Of codes that are rearranged at a time. Temporaries are about four times as much: less than the down projection of an
-# expert of the models that there are, so that a load's peak stays below the weights and one expert.
-CHUNK_BYTES = 1 << 20
+# Of codes that are rearranged at a time: much, because a dozen small operations are launched for each chunk.
+# Temporaries are three times as much: about the down projection of an expert of the models that there are, so that
+# while gate and up are packed no more than the weights and one expert is held.
+CHUNK_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class RegisterTiles:
 
     @property
     def k_steps(self) -> int:
-        return -(-self.columns // TILE_COLUMNS)
+        return -(-self.columns // WIDENED_K)
 
     @property
     def word_bytes(self) -> int:
@@ -104,7 +104,7 @@ class RegisterTiles:
     @property
     def scale_row_bytes(self) -> int:
         """Of a tile row's scales in a stage."""
-        return get_format(self.format).scale_row_bytes(TILE_COLUMNS)
+        return get_format(self.format).scale_row_bytes(WIDENED_K)
 
     @property
     def stage_bytes(self) -> int:
@@ -117,11 +117,11 @@ class RegisterTiles:
     @property
     def _row_bytes(self) -> int:
         """Of a tile row's codes in a stage."""
-        return get_format(self.format).row_bytes(TILE_COLUMNS)
+        return get_format(self.format).row_bytes(WIDENED_K)
 
     @property
     def _four_bit(self) -> bool:
-        return self._row_bytes == TILE_COLUMNS // 2
+        return self._row_bytes == WIDENED_K // 2
 
     # ---- packing ----
 
@@ -243,31 +243,33 @@ class RegisterTiles:
         """uint8 ``[parts, rows, bytes]`` of whole tiles → uint8 ``[column tiles, k steps, word_bytes]``."""
         rows = self._by_operand_row(codes)
         if self._four_bit:
-            # h | tile block warp row | step half j z q → [i, tile, block, warp, row, step, half, j, z, q]
-            halves = register_words.transpose_nibbles(rows.unflatten(-1, (self.k_steps, 2, 4, 2, QUADS)))
-            halves = halves.permute(1, 5, 6, 2, 3, 4, 9, 7, 0, 8)
+            # h | tile block warp row | step half j z q
+            rows = rows.unflatten(-1, (self.k_steps, 2, 4, 2, QUADS))
+            shape = (rows.shape[1], self.k_steps, 2, BLOCKS, WARPS, LANE_ROWS, QUADS, 4, 2, 2)
+            words = torch.empty(shape, dtype=torch.uint8, device=codes.device)
+            # tile step half block warp row q j i z → i | tile block warp row | step half j z q
+            register_words.transpose_nibbles(rows, words.permute(8, 0, 3, 4, 5, 1, 2, 7, 9, 6))
         else:
-            # h | tile block warp row | step half vector j z q i
-            halves = rows.unflatten(-1, (self.k_steps, 2, 2, 2, 2, QUADS, 2))
-            halves = halves.permute(1, 5, 6, 2, 7, 3, 4, 10, 8, 9, 11, 0)
-        halves = halves.contiguous()
+            # h | tile block warp row | step half vector j z q i → tile step half block vector warp row q j z i h
+            rows = rows.unflatten(-1, (self.k_steps, 2, 2, 2, 2, QUADS, 2))
+            words = rows.permute(1, 5, 6, 2, 7, 3, 4, 10, 8, 9, 11, 0).contiguous()
         if self.format in _BIT_ORDER:
-            halves = register_words.permute_bits(halves.view(torch.int16), _BIT_ORDER[self.format]).view(torch.uint8)
-        return halves.flatten(2)
+            register_words.permute_bits_(words.view(torch.int16), _BIT_ORDER[self.format])
+        return words.flatten(2)
 
     def _codes(self, words: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`_words`; uint8 ``[column tiles, k steps, word_bytes]``."""
-        words = words.contiguous()
+        words = words.clone(memory_format=torch.contiguous_format)
         if self.format in _BIT_ORDER:
-            order = register_words.inverse(_BIT_ORDER[self.format])
-            words = register_words.permute_bits(words.view(torch.int16), order).view(torch.uint8)
+            register_words.permute_bits_(words.view(torch.int16), register_words.inverse(_BIT_ORDER[self.format]))
         if self._four_bit:
-            halves = words.unflatten(-1, (2, BLOCKS, WARPS, LANE_ROWS, QUADS, 4, 2, 2))
-            halves = halves.permute(8, 0, 3, 4, 5, 1, 2, 7, 9, 6)
-            rows = register_words.transpose_nibbles(halves)
+            words = words.unflatten(-1, (2, BLOCKS, WARPS, LANE_ROWS, QUADS, 4, 2, 2))
+            halves = words.permute(8, 0, 3, 4, 5, 1, 2, 7, 9, 6)
+            rows = torch.empty(halves.shape, dtype=torch.uint8, device=words.device)
+            register_words.transpose_nibbles(halves, rows)
         else:
-            halves = words.unflatten(-1, (2, BLOCKS, 2, WARPS, LANE_ROWS, QUADS, 2, 2, 2, 2))
-            rows = halves.permute(11, 0, 3, 5, 6, 1, 2, 4, 8, 9, 7, 10)
+            words = words.unflatten(-1, (2, BLOCKS, 2, WARPS, LANE_ROWS, QUADS, 2, 2, 2, 2))
+            rows = words.permute(11, 0, 3, 5, 6, 1, 2, 4, 8, 9, 7, 10)
         return self._from_operand_row(rows.flatten(5))
 
     # ---- scales ----

@@ -21,29 +21,29 @@ E2M1_BITS = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 11, 13, 14, 10)
 E4M3_BITS = (4, 5, 6, 7, 8, 9, 10, 15, 1, 2, 3, 11, 12, 13, 14, 0)
 
 
-def transpose_nibbles(rows: torch.Tensor) -> torch.Tensor:
+def transpose_nibbles(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Of each 2 × 2 nibbles, (row h, code i) → (half i, row h): bytes of two neighbouring codes → halves of words.
 
     Args:
         rows: uint8 ``[2, …]``: a byte of row 0 and one of row 1, the first code of a pair in the low nibble.
-
-    Returns:
-        uint8 ``[2, …]``: first codes, then second codes; row 0 in the low nibble. Its own inverse.
+        out: uint8 ``[2, …]``: first codes, then second codes; row 0 in the low nibble. Its own inverse.
     """
-    first = (rows[0] & 0xF).bitwise_or_(rows[1] << 4)
-    second = (rows[0] >> 4).bitwise_or_(rows[1] & 0xF0)
-    return torch.stack((first, second))
+    torch.bitwise_or(rows[0] & 0xF, rows[1] << 4, out=out[0])
+    torch.bitwise_or(rows[0] >> 4, rows[1] & 0xF0, out=out[1])
+    return out
 
 
-def permute_bits(halves: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """Bit i of every 16-bit half moves to bit ``order[i]``.
+def permute_bits_(halves: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Bit i of every 16-bit half moves to bit ``order[i]``, in place.
 
     Args:
         halves: contiguous int16, any shape.
         order: a permutation of 0 … 15.
     """
-    index = halves.reshape(-1).to(torch.int32).bitwise_and_(0xFFFF)
-    return _table(order, halves.device).index_select(0, index).view(halves.shape)
+    flat = halves.view(-1)
+    index = flat.to(torch.int32).bitwise_and_(0xFFFF)
+    torch.index_select(_table(order, halves.device), 0, index, out=flat)
+    return halves
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:

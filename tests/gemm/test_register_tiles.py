@@ -16,6 +16,7 @@ from moe_layer.errors import FormatError, TensorError, UnrepresentableError
 from moe_layer.gemm import register_tiles
 from moe_layer.gemm.register_scales import NVFP4_EXPONENT
 from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.quant import get_format
 
 # Whole tiles, and N and K that end anywhere: inside a tile, a block, a byte.
@@ -93,6 +94,19 @@ def test_stage_sizes() -> None:
     assert RegisterTiles("mxfp4", 2, 129, 257).shape(7) == (7, 2, 3, 17 * kib)
     assert RegisterTiles("mxfp4", 1, 256, 128).shape(1) == (1, 1, 1, 17 * kib)
     assert RegisterTiles("mxfp4", 1, 257, 129).shape(1) == (1, 2, 2, 17 * kib)
+
+
+@pytest.mark.parametrize("fmt", PACKED_FORMATS)
+@pytest.mark.parametrize(("parts", "n", "k"), SHAPES)
+def test_what_the_kernel_expects(fmt: str, parts: int, n: int, k: int) -> None:
+    tiles = RegisterTiles(fmt, parts, n, k)
+    for tokens in (16, 96):  # stages of two packed tiles, and of one
+        spec = GroupedSpec(7, parts, n, k, "bf16", "bf16", tokens, False, weights=fmt)
+        assert spec.low_bit is not None
+        assert (tiles.word_bytes, tiles.stage_bytes) == (spec.low_bit.word_bytes, spec.low_bit.stage_bytes)
+        together = spec.weight_stage_bytes // tiles.stage_bytes
+        assert spec.weight_stage_bytes == together * tiles.stage_bytes
+        assert tiles.column_tiles == spec.column_tiles and -(-tiles.k_steps // together) == spec.k_steps
 
 
 @pytest.mark.parametrize("fmt", PACKED_FORMATS)
