@@ -66,7 +66,7 @@ class Case:
     def nbytes(self) -> int:
         """Bytes read and written."""
         fmt = get_format(self.format)
-        scales = fmt.scale_row_bytes(self.columns, per_row_global_scale=self.scale == "row")
+        scales = fmt.scale_row_bytes(self.columns) + (4 if self.scale == "row" else 0)
         return self.tokens * (2 * self.columns + fmt.row_bytes(self.columns) + scales)
 
 

@@ -41,7 +41,7 @@ def quantize(
     fmt: Format, global_scale: torch.Tensor | None, z: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``z`` ``[T, K]`` as dispatch carries it: rows, and their scales or None."""
-    return fmt.to_wire(fmt.quantize(z, global_scale=global_scale))
+    return fmt.quantize_to_wire(z, global_scale=global_scale)
 
 
 class Wire:

@@ -182,6 +182,16 @@ class Format(ABC):
             raise FormatError(f"{self.name} cannot carry activations: its scales span rows (blocks of {self.block})")
         return q.data, q.scale
 
+    def quantize_to_wire(
+        self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:meth:`to_wire` of :meth:`quantize`, of ``x`` ``[T, K]``; in one kernel where there is one.
+
+        Raises:
+            FormatError, TensorError: as those.
+        """
+        return self.to_wire(self.quantize(x, global_scale=global_scale))
+
     def from_wire(
         self, data: torch.Tensor, scale: torch.Tensor | None, columns: int, global_scale: torch.Tensor | None = None
     ) -> QuantizedTensor:

@@ -11,7 +11,8 @@ the first of them stores it.
 
 *encode_rows*: for formats with a scale of the row's own. ``warps_per_row`` warps hold a row in registers, find its
 largest magnitude (a warp reduction, then ``rows × warps_per_row`` words of shared memory and one barrier of the block,
-barrier 0, unless a warp holds the row), and then encode. A row is read once.
+barrier 0, unless a warp holds the row), and then encode. A row is read once. Rows of scales may lie apart, with the
+row's own behind them, and words of zeros behind that: as they travel.
 
 *decode*: a unit is 16 bytes of the output, 8 BF16 or 4 FP32 values, so that a warp's stores are whole lines; its
 elements are one load of 2 to 8 bytes, its scale another that neighbouring lanes share. ``chunks`` units a thread, all
@@ -116,8 +117,9 @@ def load_shared(addr: Int32) -> Uint32:
 
 @cute.kernel
 def encode_rows_kernel(
-    spec: cutlass.Constexpr, x: Int64, x_stride: Int64, data: Int64, scale: Int64, row_scale: Int64, rows: Int32
-):
+    spec: cutlass.Constexpr, x: Int64, x_stride: Int64, data: Int64, scale: Int64, scale_stride: Int64,
+    row_scale: Int64, row_scale_stride: Int64, padding: Int32, rows: Int32,
+):  # fmt: skip
     e = spec.encoder
     tid = cute.arch.thread_idx()[0]
     lane = tid % WARP
@@ -151,19 +153,25 @@ def encode_rows_kernel(
         wire, entry = e.encode(words, whole)
         if inside:
             dev.store_16(data + Int64(row * Uint32(spec.vectors) + v) * 16, wire)
-        store_entry(spec, inside, row * Uint32(spec.padded_vectors) + v, scale, entry)
+        store_entry(spec, inside, v, scale + Int64(row) * scale_stride, entry)
+    at = row_scale + Int64(row) * row_scale_stride
     if present & (first == Uint32(0)):
-        dev.store(row_scale + Int64(row) * 4, whole, 4)
+        dev.store(at, whole, 4)
+    if present & (first < Uint32(padding)):
+        dev.store(at + Int64(first + Uint32(1)) * 4, Uint32(0), 4)
 
 
 @cute.jit
 def encode_rows(
     spec: cutlass.Constexpr, anchor: cute.Tensor,
-    x: Int64, x_stride: Int64, data: Int64, scale: Int64, row_scale: Int64, rows: Int32, grid: Int32,
+    x: Int64, x_stride: Int64, data: Int64, scale: Int64, scale_stride: Int64, row_scale: Int64,
+    row_scale_stride: Int64, padding: Int32, rows: Int32, grid: Int32,
     stream: cuda.CUstream,
 ):  # fmt: skip
-    """Launch :func:`encode_rows_kernel` on ``anchor``'s current stream; strides in bytes."""
-    encode_rows_kernel(spec, x, x_stride, data, scale, row_scale, rows).launch(
+    """Launch :func:`encode_rows_kernel` on ``anchor``'s current stream; strides in bytes, ``padding`` in words."""
+    encode_rows_kernel(
+        spec, x, x_stride, data, scale, scale_stride, row_scale, row_scale_stride, padding, rows
+    ).launch(
         grid=[grid, 1, 1], block=[spec.threads, 1, 1], stream=stream, use_pdl=True,
         min_blocks_per_mp=spec.blocks_per_sm, preferred_smem_carveout=DEFAULT_CARVEOUT,
     )  # fmt: skip

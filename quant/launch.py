@@ -30,6 +30,7 @@ from moe_layer.quant.codec import KernelDecoder, KernelEncoder
 WARP = 32
 VECTOR_BYTES = 16
 DTYPES = (torch.bfloat16, torch.float32)
+ROW_SCALE_BYTES = 4
 MAX_UNITS = 2**30  # 32-bit arithmetic on units
 MAX_ROW_THREADS = 512  # of a row that is held in registers: 128 a thread
 MAX_HELD = 4  # vectors a thread holds of such a row, times bytes of a value: more of them are spilled
@@ -117,8 +118,8 @@ class DecodeSpec:
         return -(-rows * self.units // (self.threads * self.chunks))
 
 
-# Letters as in kernel_cache: addresses and strides, then rows and blocks.
-ENCODE_FLAT, ENCODE_ROWS, DECODE = "llllll" + "ii", "lllll" + "ii", "lllllll" + "ii"
+# Letters as in kernel_cache: addresses and strides, then (padding,) rows and blocks.
+ENCODE_FLAT, ENCODE_ROWS, DECODE = "llllll" + "ii", "lllllll" + "iii", "lllllll" + "ii"
 
 
 def encode_specs(encoder: KernelEncoder, source_bytes: int, columns: int) -> dict[str, EncodeSpec]:
@@ -164,12 +165,61 @@ def source(spec: EncodeSpec | DecodeSpec) -> tuple[Any, str]:
     return (kernels.encode_rows, ENCODE_ROWS) if spec.warps_per_row else (kernels.encode_flat, ENCODE_FLAT)
 
 
+@dataclass(frozen=True)
+class _Encode:
+    """What quantizing some operands launches: ``launch(anchor, x, x_stride, data, scale, …, rows, grid)``."""
+
+    spec: EncodeSpec
+    launch: Callable[..., None]
+    rows: int
+    x_stride: int
+    given: tuple[int, int]
+
+
 def quantize_by_kernel(fmt: Format, x: torch.Tensor, global_scale: torch.Tensor | None) -> QuantizedTensor | None:
     """As ``fmt.quantize``, or None where no kernel serves the operands.
 
     Raises:
         TensorError: as ``fmt.quantize``.
     """
+    found = _encode(fmt, x, global_scale)
+    if found is None:
+        return None
+    spec, (*lead, columns) = found.spec, x.shape
+    assert fmt.block is not None and fmt.scale_dtype is not None
+    data = torch.empty(*lead, fmt.data_columns(columns), dtype=fmt.data_dtype, device=x.device)
+    scale = torch.empty(*lead, -(-columns // fmt.block[1]), dtype=fmt.scale_dtype, device=x.device)
+    pointers: tuple[int, ...] = found.given
+    if spec.encoder.row_scale:
+        global_scale = torch.empty(*lead, 1, dtype=torch.float32, device=x.device)
+        pointers = (scale.shape[-1] * scale.element_size(), global_scale.data_ptr(), 4, 0)
+    _run(found, x, data, scale, *pointers)
+    return QuantizedTensor(fmt.name, data, scale, global_scale, columns)
+
+
+def quantize_to_wire_by_kernel(fmt: Format, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As ``fmt.quantize_to_wire`` of a format whose rows bring scales of their own, behind those of their blocks.
+
+    None where no kernel serves the operands.
+
+    Raises:
+        TensorError: as ``fmt.quantize``.
+    """
+    found = _encode(fmt, x, None)
+    if found is None or x.dim() != 2:
+        return None
+    rows, columns = x.shape
+    of_blocks, length = fmt.scale_row_bytes(columns), fmt.scale_row_bytes(columns, per_row_global_scale=True)
+    if of_blocks % ROW_SCALE_BYTES:
+        return None
+    data = torch.empty(rows, fmt.data_columns(columns), dtype=fmt.data_dtype, device=x.device)
+    scale = torch.empty(rows, length, dtype=torch.uint8, device=x.device)
+    padding = (length - of_blocks) // ROW_SCALE_BYTES - 1
+    _run(found, x, data, scale, length, scale.data_ptr() + of_blocks, length, padding)
+    return data, scale
+
+
+def _encode(fmt: Format, x: torch.Tensor, global_scale: torch.Tensor | None) -> _Encode | None:
     check_input(fmt, x, global_scale)
     if x.dtype not in DTYPES:
         return None
@@ -186,31 +236,15 @@ def quantize_by_kernel(fmt: Format, x: torch.Tensor, global_scale: torch.Tensor 
         given = found
     spec = kinds.get("row") or kinds["few" if count * kinds["few"].vectors <= FEW_UNITS else "many"]
     launch = _launcher(spec, x.device)
-    if launch is None:
-        return None
-    lead = x.shape[:-1]
-    assert fmt.block is not None and fmt.scale_dtype is not None
-    data = torch.empty(*lead, fmt.data_columns(x.shape[-1]), dtype=fmt.data_dtype, device=x.device)
-    scale = torch.empty(*lead, -(-x.shape[-1] // fmt.block[1]), dtype=fmt.scale_dtype, device=x.device)
-    if spec.encoder.row_scale:
-        global_scale = torch.empty(*lead, 1, dtype=torch.float32, device=x.device)
-    if count:
-        if spec.encoder.row_scale:
-            assert global_scale is not None
-            pointers: tuple[int, ...] = (global_scale.data_ptr(),)
-        else:
-            pointers = given
-        launch(
-            anchor(x.device),
-            x.data_ptr(),
-            stride,
-            data.data_ptr(),
-            scale.data_ptr(),
-            *pointers,
-            count,
-            spec.grid(count),
-        )
-    return QuantizedTensor(fmt.name, data, scale, global_scale, x.shape[-1])
+    return None if launch is None else _Encode(spec, launch, count, stride, given)
+
+
+def _run(found: _Encode, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, *others: int) -> None:
+    if found.rows:
+        found.launch(
+            anchor(x.device), x.data_ptr(), found.x_stride, data.data_ptr(), scale.data_ptr(), *others, found.rows,
+            found.spec.grid(found.rows),
+        )  # fmt: skip
 
 
 def dequantize_by_kernel(fmt: Format, q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -268,6 +302,8 @@ def _scale_per_row(scale: torch.Tensor, rows: int, device: torch.device) -> tupl
         return None
     if scale.numel() == 1:
         return scale.data_ptr(), 0
+    if scale.shape == (rows, 1):  # part of longer rows, perhaps: as they travel
+        return scale.data_ptr(), 4 * scale.stride(0)
     return (scale.data_ptr(), 4) if scale.numel() == rows and scale.is_contiguous() else None
 
 

@@ -20,7 +20,8 @@ from moe_layer.quant.checks import check_input, check_stored
 if TYPE_CHECKING:
     from moe_layer.quant.codec import KernelDecoder, KernelEncoder
 
-GLOBAL_SCALE_BYTES = 4  # fp32, at the end of a row's scale bytes on the wire
+GLOBAL_SCALE_BYTES = 4  # fp32, behind a row's block scales on the wire
+WIRE_ALIGNMENT = 16  # transports move whole vectors of so many bytes, and copy rows of other lengths first
 
 # 2**−126 / 2**−9: with at least this, the product of both scales is a normal fp32 for every block scale.
 MIN_GLOBAL_SCALE = torch.finfo(torch.float32).tiny / e4m3.MIN_SUBNORMAL
@@ -72,7 +73,8 @@ class NvFp4(Format):
         """``(data [T, ⌈K/2⌉], scales)``, both uint8.
 
         Scale rows are the ⌈K/16⌉ E4M3 bytes, followed, where each row has its own global scale (``[T, 1]``), by the 4
-        bytes of that fp32 in host byte order. A single global scale (a tensor of at most one dimension) stays behind.
+        bytes of that fp32 in host byte order, and zeros up to a multiple of 16 bytes. A single global scale (a tensor
+        of at most one dimension) stays behind.
 
         Raises:
             TensorError: ``q`` is not ``[T, K]``.
@@ -84,10 +86,27 @@ class NvFp4(Format):
         scale = q.scale.view(torch.uint8)
         if q.global_scale.dim() < 2:
             return q.data, scale
-        per_row = (
-            q.global_scale.expand(q.data.shape[0], 1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        )
-        return q.data, torch.cat((scale, per_row), dim=-1)
+        tokens, of_blocks = scale.shape
+        rows = scale.new_zeros(tokens, self.scale_row_bytes(q.columns, per_row_global_scale=True))
+        rows[:, :of_blocks] = scale
+        per_row = q.global_scale.expand(tokens, 1).flatten().view(torch.uint8).view(tokens, GLOBAL_SCALE_BYTES)
+        rows[:, of_blocks : of_blocks + GLOBAL_SCALE_BYTES] = per_row
+        return q.data, rows
+
+    def quantize_to_wire(
+        self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(x, torch.Tensor) and x.is_cuda and global_scale is None:
+            from moe_layer.quant.launch import quantize_to_wire_by_kernel
+
+            found = quantize_to_wire_by_kernel(self, x)
+            if found is not None:
+                return found
+        return super().quantize_to_wire(x, global_scale=global_scale)
+
+    def scale_row_bytes(self, k: int, *, per_row_global_scale: bool = False) -> int:
+        nbytes = super().scale_row_bytes(k, per_row_global_scale=per_row_global_scale)
+        return -(-nbytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT if per_row_global_scale else nbytes
 
     def from_wire(
         self, data: torch.Tensor, scale: torch.Tensor | None, columns: int, global_scale: torch.Tensor | None = None
@@ -98,7 +117,7 @@ class NvFp4(Format):
             TensorError: scale rows that are not uint8 or of the wrong length.
         """
         block_scales = -(-columns // self.block[1])
-        expected = block_scales + (GLOBAL_SCALE_BYTES if global_scale is None else 0)
+        expected = self.scale_row_bytes(columns, per_row_global_scale=global_scale is None)
         if scale is None or scale.dtype != torch.uint8 or scale.dim() != 2 or scale.shape[1] != expected:
             found = "none" if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
             whose = "their own" if global_scale is None else "a common"
@@ -107,8 +126,11 @@ class NvFp4(Format):
                 f"got {found}"
             )
         if global_scale is None:
-            # A copy: fp32 must be aligned, and the bytes may start anywhere in the row.
-            global_scale = scale[:, block_scales:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            own = scale[:, block_scales : block_scales + GLOBAL_SCALE_BYTES]
+            places = (own.data_ptr(), own.storage_offset(), own.stride(0))
+            if not own.shape[0] or any(place % GLOBAL_SCALE_BYTES for place in places):  # fp32 must be aligned
+                own = own.clone(memory_format=torch.contiguous_format)
+            global_scale = own.view(torch.float32)
         return QuantizedTensor(
             self.name, data, scale[:, :block_scales].view(torch.float8_e4m3fn), global_scale, columns
         )

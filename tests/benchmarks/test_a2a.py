@@ -180,7 +180,7 @@ def test_bench_a2a_between_two_processes(tmp_path: Path, capsys: pytest.CaptureF
         # Perfect routing of eight or six selections reaches both ranks, so each token travels to the other one.
         assert r["copies_on_busiest_link"] == p["tokens_per_rank"] or p["routing"] != "perfect"
         assert f"T={p['tokens_per_rank']} collective: {r['round_trip_us']:.2f} µs" in out
-    assert lines[2]["parameters"]["dispatch_bytes"] == 2560 + 320 + 4 + 48
+    assert lines[2]["parameters"]["dispatch_bytes"] == 2560 + 336 + 48
     assert "mean nothing for GPUs" in out and "round trip" in out
 
 

@@ -158,6 +158,27 @@ def test_public_path(name, rows, arch):
     assert launch.dequantize_by_kernel(fmt, q, BF16) is not None, "a kernel, not PyTorch"
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("columns", [320, 7168])
+@pytest.mark.parametrize("rows", [0, 1, 33, 4096])
+def test_rows_that_travel(rows, columns, dtype, arch):
+    """One kernel writes NVFP4's block scales, each row's own and the zeros behind it; and reads them where they lie."""
+    fmt = get_format("nvfp4")
+    x = values("bad values", max(rows, 1), columns, dtype, rows + columns)[:rows]
+    q = fmt.quantize_reference(x)
+    expected = fmt.to_wire(q)
+    poison = [torch.full(t.shape, 0xA5, dtype=torch.uint8, device="cuda") for t in expected]
+    del poison  # likely what the next tensors of these sizes are made of
+    found = launch.quantize_to_wire_by_kernel(fmt, x.cuda())
+    assert found is not None
+    for got, wanted in zip(found, expected):
+        assert got.shape == wanted.shape and torch.equal(got.cpu(), wanted)
+    y = launch.dequantize_by_kernel(fmt, fmt.from_wire(*found, columns), BF16)
+    assert y is not None
+    back = fmt.dequantize_reference(q, BF16)
+    assert torch.equal(y.cpu().isnan(), back.isnan()) and torch.equal(y.cpu().nan_to_num(), back.nan_to_num())
+
+
 def test_elements_of_ml_dtypes(arch):
     """MXFP8 and MXFP4 elements are ml_dtypes' roundings of the scaled values."""
     x = values("real", 65, 5120, BF16, 9)

@@ -46,7 +46,8 @@ class Encoding:
     def __call__(self, x: torch.Tensor | None = None) -> None:
         x = self.x if x is None else x
         if self.spec.encoder.row_scale:
-            pointers: tuple[int, ...] = (self.row_scale.bytes.data_ptr(),)
+            row_bytes = self.scale.bytes.numel() // max(1, self.x.shape[0])
+            pointers: tuple[int, ...] = (row_bytes, self.row_scale.bytes.data_ptr(), 4, 0)
         else:
             given = self.given
             pointers = (0, 0) if given is None else (given.data_ptr(), 4 if given.numel() > 1 else 0)

@@ -43,7 +43,8 @@ def test_operands_of_a_launch(name, launches):
             assert got.shape == wanted.shape and got.dtype == wanted.dtype and got.is_contiguous()
     [(spec, anchor, *arguments)] = launches
     assert arguments[:4] == [x.data_ptr(), (5120 + 64) * 2, q.data.data_ptr(), q.scale.data_ptr()]
-    assert arguments[4:-2] == ([0, 0] if q.global_scale is None else [q.global_scale.data_ptr()])
+    own = [] if q.global_scale is None else [q.scale.shape[1], q.global_scale.data_ptr(), 4, 0]
+    assert arguments[4:-2] == (own or [0, 0])
     assert arguments[-2:] == [7, spec.grid(7)] and anchor.dtype == torch.uint8 and anchor.dim() == 1
 
     launches.clear()
@@ -69,18 +70,58 @@ def test_shapes(shape, launches):
 
 def test_given_global_scales(launches):
     fmt, x = get_format("nvfp4"), torch.zeros(5, 64)
-    strides = []
-    for scale in (torch.tensor(0.5), torch.tensor([0.5]), torch.full((5, 1), 0.5)):
+    apart = torch.full((10, 1), 0.5)[::2]
+    for scale in (
+        torch.tensor(0.5),
+        torch.tensor([0.5]),
+        torch.full((5, 1), 0.5),
+        apart,
+        torch.ones(1, 1).expand(5, 1),
+    ):
         q = launch.quantize_by_kernel(fmt, x, scale)
         assert q is not None and q.global_scale is scale
-        strides.append(launches[-1][-3])
         assert launches[-1][-4] == scale.data_ptr()
-    assert strides == [0, 0, 4]
-    assert launch.quantize_by_kernel(fmt, x, torch.full((10, 1), 0.5)[::2]) is None, "lies apart"
+        assert launches[-1][-3] == (4 * scale.stride(0) if scale.numel() > 1 else 0)
+    assert launch.quantize_by_kernel(fmt, x.view(5, 1, 64), torch.full((10, 1, 1), 0.5)[::2]) is None, "lies apart"
     with pytest.raises(TensorError, match="global scale has dtype"):
         launch.quantize_by_kernel(fmt, x, torch.tensor(0.5, dtype=BF16))
     with pytest.raises(TensorError, match="has no global scale"):
         launch.quantize_by_kernel(get_format("fp8"), x, torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("columns", [128, 5120, 7168])
+def test_one_launch_for_rows_that_travel(columns, rows, launches):
+    """Block scales, the row's own behind them, zeros up to whole vectors: where the kernel is told to put them."""
+    fmt, x = get_format("nvfp4"), torch.zeros(rows, columns, dtype=BF16)
+    found = launch.quantize_to_wire_by_kernel(fmt, x)
+    assert found is not None
+    for got, wanted in zip(found, fmt.to_wire(fmt.quantize_reference(x))):
+        assert wanted is not None and got.shape == wanted.shape and got.dtype == wanted.dtype and got.is_contiguous()
+    data, scale = found
+    length = scale.shape[1]
+    assert length % 16 == 0 and len(launches) == (1 if rows else 0)
+    if rows:
+        [(spec, _, *arguments)] = launches
+        own = scale.data_ptr() + columns // 16
+        padding = (length - columns // 16 - 4) // 4
+        assert arguments[2:] == [data.data_ptr(), scale.data_ptr(), length, own, length, padding, rows, spec.grid(rows)]
+        # Back: where they lie.
+        q = fmt.from_wire(data, scale, columns)
+        assert q.global_scale is not None and q.global_scale.data_ptr() == own
+        launches.clear()
+        assert launch.dequantize_by_kernel(fmt, q, BF16) is not None
+        [(_, _, *arguments)] = launches
+        # A single row has no next one.
+        strides = (length, length) if rows > 1 else (columns // 16, 0)
+        assert arguments[2:6] == [scale.data_ptr(), strides[0], own, strides[1]]
+
+
+def test_rows_that_travel_left_to_pytorch(launches):
+    fmt = get_format("nvfp4")
+    for x in (torch.zeros(4, 96, dtype=BF16), torch.zeros(4, 128).half(), torch.zeros(2, 2, 128)):
+        assert launch.quantize_to_wire_by_kernel(fmt, x) is None
+    assert not launches
 
 
 def unserved() -> dict[str, torch.Tensor]:

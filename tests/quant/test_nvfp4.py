@@ -56,9 +56,11 @@ def test_wire_with_a_global_scale_per_row(wild, tokens, columns):
     assert scale.shape == (tokens, FMT.scale_row_bytes(columns, per_row_global_scale=True))
     assert data.shape == (tokens, FMT.row_bytes(columns))
     for i in range(tokens):
-        raw = scale[i].numpy().tobytes()
-        assert np.frombuffer(raw[-4:], np.float32)[0] == q.global_scale[i, 0]
-        assert raw[:-4] == q.scale[i].view(torch.uint8).numpy().tobytes()
+        raw, end = scale[i].numpy().tobytes(), q.scale.shape[1]
+        assert raw[:end] == q.scale[i].view(torch.uint8).numpy().tobytes()
+        assert np.frombuffer(raw[end : end + 4], np.float32)[0] == q.global_scale[i, 0]
+        assert len(raw) % 16 == 0 and len(raw) - end < 20 and not any(raw[end + 4 :])
+    assert all(torch.equal(a, b) for a, b in zip(FMT.quantize_to_wire(x), (data, scale)))
     back = FMT.from_wire(data, scale, columns)
     assert torch.equal(back.global_scale, q.global_scale)
     assert torch.equal(dequantize(back), dequantize(q))
@@ -75,6 +77,14 @@ def test_wire_from_a_padded_workspace(rng):
         assert torch.equal(dequantize(back), dequantize(q)[rows])
 
 
+def test_an_aligned_scale_is_read_where_it_lies(rng):
+    q = quantize(torch.from_numpy(rng.standard_normal((4, 128)).astype(np.float32)), "nvfp4")
+    data, scale = FMT.to_wire(q)
+    back = FMT.from_wire(data, scale, 128)
+    assert back.global_scale.data_ptr() == scale.data_ptr() + 8
+    assert torch.equal(back.global_scale, q.global_scale) and torch.equal(dequantize(back), dequantize(q))
+
+
 def test_wire_with_a_common_global_scale(rng):
     x = torch.from_numpy(rng.standard_normal((3, 48)).astype(np.float32))
     g = torch.tensor(0.002)
@@ -88,11 +98,11 @@ def test_wire_errors(rng):
     q = quantize(torch.ones(2, 32), "nvfp4")
     data, scale = FMT.to_wire(q)
     with pytest.raises(
-        TensorError, match=r"with a common global scale need torch.uint8 scales \[T, 2\], got torch.uint8 \(2, 6\)"
+        TensorError, match=r"with a common global scale need torch.uint8 scales \[T, 2\], got torch.uint8 \(2, 16\)"
     ):
         FMT.from_wire(data, scale, 32, torch.tensor(1.0))
     with pytest.raises(
-        TensorError, match=r"with their own global scale need torch.uint8 scales \[T, 6\], got torch.float8_e4m3fn"
+        TensorError, match=r"with their own global scale need torch.uint8 scales \[T, 16\], got torch.float8_e4m3fn"
     ):
         FMT.from_wire(data, q.scale, 32)
     with pytest.raises(TensorError, match="got none"):
