@@ -139,7 +139,7 @@ class OneSidedChannel(Channel):
             memory = self._emulation.memory(layout.total_bytes, self.ep_rank)
         else:
             assert self.group is not None
-            memory = TorchSymmetricMemory(layout.total_bytes, self.group, self.device)
+            memory = TorchSymmetricMemory(layout.total_bytes, self.group, self.device, self.timeout_s)
         start, length = layout.sentinel_region
         memory.local[: layout.offsets["dispatch"]].zero_()
         memory.local[start : start + length].fill_(0xFF)

@@ -6,12 +6,15 @@ them); :class:`EmulatedMemory` puts all ranks of a test or a demo into one proce
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from moe_layer.comm.channel import DEFAULT_TIMEOUT_S
+from moe_layer.comm.rendezvous import gather_objects, rendezvous
 from moe_layer.errors import CommunicationError, UnsupportedDeviceError
 
 
@@ -36,30 +39,66 @@ class SymmetricMemory(ABC):
 class TorchSymmetricMemory(SymmetricMemory):
     """An allocation shared over a torch.distributed group. Construction is collective.
 
+    Args:
+        nbytes: of each rank's part.
+        group: the ranks.
+        device: this rank's GPU.
+        timeout_s: how long to wait for the other ranks once all have begun.
+
     Raises:
-        CommunicationError: ranks asked for different sizes, or the driver refused to share memory.
+        CommunicationError: ranks asked for different sizes, one of them has not enough memory, or the driver refused to
+            share it; on every rank.
+        CommunicationTimeoutError: names the ranks that did not come.
     """
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        sizes: list[int | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(sizes, nbytes, group=group)
+    def __init__(
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        rank = dist.get_rank(group)
+        local, failure = None, None
+        try:
+            local = _allocate(nbytes, device)
+        except RuntimeError as error:
+            failure = str(error).partition("\n")[0]
+        sizes, failures, names = zip(*gather_objects((nbytes, failure, secrets.token_hex(8)), group, device))
         if any(size != nbytes for size in sizes):
             raise CommunicationError(
-                f"rank {dist.get_rank(group)}: symmetric allocation sizes differ over the ranks: {sizes}; every rank "
+                f"rank {rank}: symmetric allocation sizes differ over the ranks: {list(sizes)}; every rank "
                 "must create the same layers in the same order"
             )
+        failed = [f"rank {peer}: {text}" for peer, text in enumerate(failures) if text is not None]
+        if failed or local is None:
+            raise CommunicationError(
+                f"rank {rank}: {nbytes} bytes of symmetric memory could not be allocated on {'; '.join(failed)}"
+            )
         try:
-            local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-            self._handle = symm_mem.rendezvous(local, group)
+            self._handle = rendezvous(local, group, f"moe_layer/{names[0]}", timeout_s)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {dist.get_rank(group)}: GPUs of this group cannot share memory ({error}); "
+                f"rank {rank}: GPUs of this group cannot share memory ({error}); "
                 "protocol='collective' does not need it. In a container, allow passing of file descriptors "
                 "(--ipc=host or a shared /dev/shm) or a driver with fabric handles"
             ) from error
-        self._finish(local, self._handle.buffer_ptrs)
+        addresses = list(self._handle.buffer_ptrs)
+        assert addresses[rank] == local.data_ptr(), "peers would see another part of the block"
+        self._finish(local, addresses)
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """``[nbytes]`` uint8 in a block of its own.
+
+    ``symm_mem.empty`` would take it from a pool, where several allocations may lie in one block, while peers learn only
+    where a block begins.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    try:
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    except RuntimeError:
+        torch.cuda.empty_cache()  # what torch keeps for later tensors is of no use to the driver
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
 class EmulatedMemory(SymmetricMemory):
