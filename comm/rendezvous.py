@@ -108,14 +108,16 @@ def rendezvous(local: torch.Tensor, group: dist.ProcessGroup, name: str, timeout
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     of_group = dist.distributed_c10d._get_process_group_store(group)
     store = RendezvousStore(dist.PrefixStore(name, of_group), rank, timeout_s)
-    # torch takes the store from a process group that it finds by name: one of the same ranks with another store. It
-    # asks the group's backend for an option, so there must be one.
-    twin = dist.ProcessGroup(store, rank, size)
-    custom = dist.ProcessGroup.BackendType.CUSTOM
     key: Any = name  # newer versions have a type of their own for it
+    # torch takes the store from a process group that it finds by name: one of the same ranks with another store. It
+    # asks the group's backend for an option, so there must be one: the group's, which is told the twin's device, and
+    # would be told its name if that came later.
+    twin = dist.ProcessGroup(store, rank, size)
+    twin._set_group_name(key)
+    twin.bound_device_id = group.bound_device_id
+    custom = dist.ProcessGroup.BackendType.CUSTOM
     twin._register_backend(local.device, custom, group._get_backend(local.device))
     twin._set_default_backend(custom)
-    twin._set_group_name(key)
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < STORE_OF_PROCESS_GROUP:
         _SymmetricMemory.set_group_info(name, rank, size, store)
     _register_process_group(key, twin)
