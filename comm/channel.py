@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from moe_layer.errors import CapacityError, CommunicationError, ConfigError, Uns
 if TYPE_CHECKING:
     from moe_layer.comm.placement import ExpertPlacement
 
+logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 300.0
 PROTOCOLS = ("auto", "loopback", "collective", "one-sided", "fence", "sentinel")
 
@@ -30,7 +32,10 @@ class Channel:
         in_flight: the communicator whose dispatch awaits its combine, or None.
         step: dispatches completed since creation.
         failure: why the channel can no longer be used, or None. Set where a collective call broke off half-way.
+        device: where the tensors passed to it must be; None for anywhere.
     """
+
+    device: torch.device | None = None
 
     def __init__(
         self,
@@ -43,10 +48,9 @@ class Channel:
             raise ConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
+        check_member(group)
         self.group = group
         self.ep_rank = dist.get_rank(group) if group is not None else 0
-        if self.ep_rank < 0:
-            raise ConfigError("this process is not a member of the group given for expert parallelism")
         self.ep_size = dist.get_world_size(group) if group is not None else 1
         self.max_tokens_per_rank = max_tokens_per_rank
         self.timeout_s = timeout_s
@@ -131,6 +135,12 @@ class Channel:
         self.in_flight = None
 
 
+def check_member(group: dist.ProcessGroup | None) -> None:
+    """Raise unless this process belongs to ``group``."""
+    if group is not None and dist.get_rank(group) < 0:
+        raise ConfigError("this process is not a member of the group given for expert parallelism")
+
+
 def create_channel(
     group: dist.ProcessGroup | None = None,
     *,
@@ -144,16 +154,17 @@ def create_channel(
 
     Args:
         group: the ranks, or None for this process alone.
-        protocol: ``auto``: loopback for one rank, else collective. ``one-sided``: Sentinel up to the measured crossover
-            in T̂ and Fence beyond it, between GPUs of one host that reach each other's memory. Or ``loopback``,
-            ``collective``, ``fence``, ``sentinel`` by name. ``auto`` will take ``one-sided`` where it can once that has
-            been run between processes (README, what is supported).
+        protocol: ``auto``: loopback for one rank; ``one-sided`` where every rank has a GPU of its own on one host, with
+            kernels for it, that reaches the others' memory; else collective. ``one-sided``: Sentinel up to the measured
+            crossover in T̂ and Fence beyond it. Or ``loopback``, ``collective``, ``fence``, ``sentinel`` by name. The
+            same on every rank. What ``auto`` takes, and why not ``one-sided``, is logged at level INFO.
         max_tokens_per_rank, timeout_s: see :class:`Channel`.
         device: where the layers run; None: the current GPU where there is one.
-        fp8_combine: Fence returns partial results as E4M3 (see ``OneSidedChannel``).
+        fp8_combine: Fence returns partial results as E4M3 (see ``OneSidedChannel``). The same on every rank.
 
     Raises:
         ConfigError: an unknown protocol, or one that the group's size or another option rules out.
+        RankMismatchError: ranks ask for different protocols, unless for ``collective`` or ``loopback``.
         UnsupportedDeviceError: a protocol that this group cannot run; says what would run instead.
     """
     if protocol not in PROTOCOLS:
@@ -165,31 +176,41 @@ def create_channel(
         from moe_layer.comm.loopback import LoopbackChannel
 
         return LoopbackChannel(max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)
-    if protocol not in ("auto", "collective"):
+    reason = ""
+    if protocol != "collective":
         from moe_layer.comm.feasible import one_sided_obstacle
 
         if group is None:
             raise ConfigError(f"protocol {protocol!r} needs a group; one process alone runs 'loopback'")
+        check_member(group)
         place = torch.device(device) if device is not None else None
         if torch.cuda.is_available() and (place is None or (place.type == "cuda" and place.index is None)):
             place = torch.device("cuda", torch.cuda.current_device())
-        obstacle = one_sided_obstacle(group, place)
-        if obstacle is not None:
+        # Ranks may differ in all that this depends on, so that every one asks the others, on a CPU too.
+        obstacle = one_sided_obstacle(group, place, f"protocol={protocol!r} and fp8_combine={fp8_combine}")
+        if obstacle is None:
+            from moe_layer.comm.onesided import OneSidedChannel
+
+            if protocol == "auto":
+                logger.info("protocol='auto' takes one-sided over %d ranks, %s here", ep_size, place)
+            return OneSidedChannel(
+                group,
+                protocol="auto" if protocol == "one-sided" else protocol,
+                max_tokens_per_rank=max_tokens_per_rank,
+                timeout_s=timeout_s,
+                device=place,
+                fp8_combine=fp8_combine,
+            )
+        if protocol != "auto":
             raise UnsupportedDeviceError(
                 f"protocol {protocol!r} cannot run: {obstacle}; protocol='collective' works there"
             )
-        from moe_layer.comm.onesided import OneSidedChannel
-
-        return OneSidedChannel(
-            group,
-            protocol="auto" if protocol == "one-sided" else protocol,
-            max_tokens_per_rank=max_tokens_per_rank,
-            timeout_s=timeout_s,
-            device=place,
-            fp8_combine=fp8_combine,
-        )
+        logger.info("protocol='auto' takes collective over %d ranks: %s", ep_size, obstacle)
+        reason = f": {obstacle}"
     if fp8_combine:
-        raise ConfigError(f"fp8_combine is for the one-sided protocols, but protocol {protocol!r} takes another")
+        raise ConfigError(
+            f"fp8_combine is for the one-sided protocols, but protocol {protocol!r} takes another{reason}"
+        )
     from moe_layer.comm.collective import CollectiveChannel
 
     return CollectiveChannel(group, max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s)

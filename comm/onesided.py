@@ -58,6 +58,8 @@ class OneSidedChannel(Channel):
         ep_rank: with ``emulation``, this rank's place in it.
     """
 
+    device: torch.device
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -78,7 +80,9 @@ class OneSidedChannel(Channel):
                 raise ConfigError("a one-sided channel needs a group, or an emulation of several ranks in one process")
             self.ep_rank, self.ep_size = ep_rank, len(emulation.devices)
         self.protocol = protocol
-        self.device = torch.device(device if device is not None else f"cuda:{torch.cuda.current_device()}")
+        self.device = torch.device("cuda" if device is None else device)
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.arch = device_arch(self.device)
         self.fp8_combine = fp8_combine
         self.max_blocks = max_blocks
@@ -254,7 +258,9 @@ class OneSidedComm(ExpertParallelComm):
             if encoder is not None and not encoder.fuses(hidden_states):
                 hidden_states, hidden_states_scale = encoded(encoder, hidden_states, hidden_states_scale)
                 encoder = None
-            check_dispatch(self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale)
+            check_dispatch(
+                self.ep_rank, hidden_states, topk_ids, topk_weights, hidden_states_scale, device=channel.device
+            )
             tokens, top_k = topk_ids.shape
             t_hat = channel.tokens_per_rank(tokens, runtime_max_tokens_per_rank)
             hidden, hidden_bytes = aligned_rows(hidden_states)

@@ -133,9 +133,10 @@ def gather_objects(own: Any, group: dist.ProcessGroup, device: torch.device | No
     Args:
         own: anything that can be pickled.
         group: the ranks.
-        device: this rank's GPU, through which NCCL sends, or None.
+        device: this rank's GPU, through which NCCL sends; None, or one that is not there, for the current one.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
+    is_there = device is not None and device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    with torch.cuda.device(device) if is_there else nullcontext():
         dist.all_gather_object(gathered, own, group=group)
     return gathered

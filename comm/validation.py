@@ -22,6 +22,8 @@ def check_dispatch(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
     hidden_states_scale: torch.Tensor | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> None:
     """Check the tensors of a dispatch: types, dtypes, shapes, one device, contiguous rows.
 
@@ -31,8 +33,11 @@ def check_dispatch(
         topk_ids: ``[T, top_k]`` int32 or int64.
         topk_weights: ``[T, top_k]`` fp32, or None.
         hidden_states_scale: ``[T, *scale_row]``, any dtype, or None.
+        device: where they must be, or None for anywhere.
     """
     _check_rows(rank, "hidden_states", hidden_states)
+    if device is not None and hidden_states.device != device:
+        raise _error(rank, "hidden_states", f"is on {hidden_states.device}", f"{device}, as the channel")
     num_tokens = hidden_states.shape[0]
     if hidden_states.shape[1:].numel() == 0:
         raise _error(rank, "hidden_states", f"has shape {_shape(hidden_states)}", "rows of at least one element")

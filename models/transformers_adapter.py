@@ -82,18 +82,27 @@ def _ep_implementation(base: type, options: dict[str, Any]) -> type:
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            group = ep_mesh.get_group()
-            if group not in groups:
-                groups[group] = ExpertParallel(group, **options)
-            self.ep = groups[group]
-            self.first_expert = self.ep.ep_rank * self.num_local_experts
+            self.group = ep_mesh.get_group()
+            self.first_expert = dist.get_rank(self.group) * self.num_local_experts
             self.comm: ExpertParallelComm | None = None
+
+        def _communicator(self, x: torch.Tensor, top_k: int) -> ExpertParallelComm:
+            """Made in the first forward, when the tokens show where the model runs. Collective."""
+            if self.group not in groups:
+                groups[self.group] = ExpertParallel(self.group, device=x.device, **options)
+            self.ep = groups[self.group]
+            placement = self.ep.placement(0, self.num_local_experts * self.ep.ep_size)
+            comm = self.ep.communicator(placement, x.shape[1])
+            comm.reserve(x.shape[1] * x.element_size(), 0, top_k, self._partial_dtype(x.dtype).itemsize)
+            return comm
+
+        def _partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+            return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
         @torch.no_grad()
         def _exchange(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             if self.comm is None:
-                placement = self.ep.placement(0, self.num_local_experts * self.ep.ep_size)
-                self.comm = self.ep.communicator(placement, x.shape[1])
+                self.comm = self._communicator(x, ids.shape[1])
             received = self.comm.dispatch(x.contiguous(), ids.contiguous(), weights.float().contiguous())
             try:
                 buffer = self._compute(received, x.dtype)
@@ -111,7 +120,7 @@ def _ep_implementation(base: type, options: dict[str, Any]) -> type:
             # transformers' mark for an expert of another rank: local id num_experts, weight 0
             ids = ids.masked_fill(elsewhere, self.num_local_experts)
             weights = received.topk_weights[used].masked_fill(elsewhere, 0.0)
-            buffer = self.comm.get_combine_input_buffer(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+            buffer = self.comm.get_combine_input_buffer(self._partial_dtype(dtype))
             if used.numel():
                 output = self.experts_forward(received.hidden_states[used], ids, weights)
                 buffer[used] = output.to(buffer.dtype)

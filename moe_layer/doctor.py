@@ -250,7 +250,9 @@ def print_report(report: dict[str, Any]) -> None:
         transports.add_row(line["name"], state(line))
     console.print(transports)
     console.print(
-        "protocol='auto' takes loopback for one rank, else collective; one-sided transports are chosen by name.", ""
+        "protocol='auto' takes loopback for one rank; where each rank has a GPU of its own that runs them, sentinel "
+        "for small steps and fence for large ones; else collective.",
+        "",
     )
 
     backends = table("Compute", "backend", "weights", "activations", "runs here")

@@ -129,6 +129,7 @@ class MoELayer(nn.Module):
             "situ" if cfg.hidden_act == "situ" else "swiglu", cfg.swiglu_limit, cfg.situ_beta, cfg.situ_linear_beta
         )
         self.ep = ep if ep is not None else ExpertParallel(device=self.device)
+        self.ep.check_device(self.device)
         self.placement = self.ep.placement(layer, cfg.n_routed_experts)
         self.local_experts = self.placement.local_experts(self.ep.ep_rank)
         width, inner, count = cfg.routed_hidden_size, cfg.moe_intermediate_size, len(self.local_experts)

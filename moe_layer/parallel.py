@@ -22,15 +22,19 @@ class ExpertParallel:
 
     Args:
         group: a torch.distributed process group, a one-dimensional ``DeviceMesh``, or None for this process alone.
-        protocol: ``"auto"``: loopback for one rank, else collective; see :func:`moe_layer.comm.create_channel`.
+        protocol: ``"auto"``: loopback for one rank; one-sided (Sentinel, Fence) between GPUs of one host that reach
+            each other's memory, if the CuTe DSL is installed; else collective. The same on every rank. See
+            :func:`moe_layer.comm.create_channel`.
         max_tokens_per_rank: the most tokens that any rank passes to a layer at once; sizes the buffers.
         timeout_s: seconds after which a wait for a peer raises ``CommunicationTimeoutError``.
-        device: where the layers run; None: the current GPU where there is one, else the CPU.
+        device: where the layers run; None: the current GPU where there is one, else the CPU. One-sided transports serve
+            that GPU alone.
         placement: the rank of each expert, for balanced placements (EPLB); one table for all layers, or a mapping from
             layer number to table (layers it leaves out have the default). None: contiguous blocks.
 
     Raises:
         ConfigError: an unknown protocol, a mesh of several dimensions, an impossible limit.
+        RankMismatchError: ranks ask for different protocols.
         UnsupportedDeviceError: a protocol or device that this machine cannot run.
 
     Attributes:
@@ -86,6 +90,18 @@ class ExpertParallel:
         if len(table) != num_experts:
             raise ConfigError(f"layer {layer}: placement places {len(table)} experts, but the layer has {num_experts}")
         return ExpertPlacement.from_table(table, self.ep_size)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise unless the group's transport serves tensors on ``device``.
+
+        Raises:
+            ConfigError: it is a one-sided one, on another device.
+        """
+        if self.channel.device not in (None, device):
+            raise ConfigError(
+                f"a layer on {device}, but the transport of its group serves {self.channel.device}; "
+                f"give ExpertParallel device={str(device)!r} or protocol='collective'"
+            )
 
     def communicator(self, placement: ExpertPlacement, hidden_size: int) -> ExpertParallelComm:
         """Dispatch and combine for one layer: its placement and the width of its partial results."""

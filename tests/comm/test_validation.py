@@ -53,6 +53,7 @@ META = torch.device("meta")
         ),
         ({"hidden_states_scale": torch.zeros(2, 3).t()}, "hidden_states_scale of shape [3, 2] has strides (1, 3)"),
         ({"hidden_states_scale": torch.zeros(3, 1).to(META)}, "hidden_states_scale is on meta; expected cpu"),
+        ({"device": META}, "hidden_states is on cpu; expected meta, as the channel"),
     ],
 )
 def test_dispatch(changes: dict[str, Any], message: str) -> None:

@@ -51,12 +51,12 @@ def parallel_logits(
     experts_modules = [m for n, m in model.named_modules() if n.endswith(".experts")]
     implementations = [m.forward.__closure__ for m in experts_modules]
     communicators = [c.cell_contents for closure in implementations for c in closure or ()]
-    channels = {id(c.ep.channel) for c in communicators if hasattr(c, "ep")}
     batches = tokens.chunk(mesh["fsdp_size"])
     batch = batches[ranks.rank // mesh.get("tp_size", 1)]
     with torch.no_grad():
         logits = model(batch).logits
         again = model(batch[:, :3]).logits
+    channels = {id(c.ep.channel) for c in communicators if hasattr(c, "ep")}
     logits, again = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (logits, again))
     local = {m.gate_up_proj.to_local().shape[0] for m in experts_modules}
     del model, experts_modules, implementations, communicators
