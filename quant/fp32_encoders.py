@@ -2,7 +2,7 @@
 
 The same interface and the same rules, with a value a word. FP32 has 24 significant bits where BF16 has 8, so a quotient
 takes two corrections: the first leaves it within an ulp, the second, with a correctly rounded reciprocal, rounds it
-correctly (Markstein). E2M1 codes read off FP16 would round twice, so values are rounded to odd before that.
+correctly (Markstein).
 """
 
 from __future__ import annotations
@@ -67,12 +67,15 @@ def e4m3_words(elements: Any) -> list[Uint32]:
     return [reg.e4m3_word(*elements[j : j + 4]) for j in range(0, len(elements), 4)]
 
 
-def e2m1_words(elements: Any) -> list[Uint32]:
-    """Words of eight codes, of values that are scaled by ``2**−E2M1_ALIGNMENT`` unless the architecture converts."""
-    if reg.converts_to_e2m1():
-        return [reg.e2m1_word_of_sm100(elements[j : j + 8]) for j in range(0, len(elements), 8)]
-    elements = [reg.round_to_odd(x) for x in elements]
-    return [reg.e2m1_word_of_aligned(elements[j : j + 8]) for j in range(0, len(elements), 8)]
+def e2m1_words(elements: Any, factor: Float32, words: Any) -> list[Uint32]:
+    """Words of eight codes, of ``elements`` times ``factor`` (:func:`e2m1_operands`); ``words`` have the signs."""
+    half = reg.multiply(factor, Float32(0.5))
+    return [reg.e2m1_word(elements[j : j + 8], factor, half, words[j : j + 8]) for j in range(0, len(elements), 8)]
+
+
+def e2m1_operands(words: Any) -> list[Float32]:
+    """What :func:`e2m1_words` takes: values, or magnitudes where the signs come from the words."""
+    return [reg.number(word if reg.converts_to_e2m1() else word & Uint32(MAGNITUDE)) for word in words]
 
 
 def floor_code(top: Uint32, max_exponent: int) -> Int32:
@@ -125,8 +128,7 @@ class MxFp4Fp32Encoder(OneLevel):
         bad = top >= Uint32(INFINITY)
         words = reg.clear_if(bad, words)
         code = floor_code(top, 2)
-        factor = reg.power_of_two(Int32(254 if reg.converts_to_e2m1() else 254 - reg.E2M1_ALIGNMENT) - code)
-        wire = e2m1_words([reg.multiply(reg.number(w), factor) for w in words])
+        wire = e2m1_words(e2m1_operands(words), reg.power_of_two(Int32(254) - code), words)
         return wire, reg.select(bad, Uint32(255), Uint32(code))
 
 
@@ -172,10 +174,9 @@ class NvFp4Fp32Encoder:
         wire = []
         for j, block_scale in enumerate(reg.e4m3_values(entry)):
             divisor = reg.multiply(block_scale, global_scale)
-            values, divisor = reg.bring_near([reg.number(w) for w in blocks[j]], divisor, amaxes[j])
-            if not reg.converts_to_e2m1():
-                divisor = reg.multiply(divisor, Float32(2.0**reg.E2M1_ALIGNMENT))
-            wire += e2m1_words(divide_all(values, divisor, reg.reciprocal(divisor)))
+            values, divisor = reg.bring_near(e2m1_operands(blocks[j]), divisor, amaxes[j])
+            elements = divide_all(values, divisor, reg.reciprocal(divisor))
+            wire += e2m1_words(elements, Float32(1.0), blocks[j])
         low = reg.select(bad[0], Uint32(NAN_PAIR & 0xFF), entry & Uint32(0xFF))
         high = reg.select(bad[1], Uint32(NAN_PAIR & 0xFF00), entry & Uint32(0xFF00))
         return wire, low | high

@@ -20,10 +20,9 @@ loads before the first store.
 
 Dependents may launch once a block's loads are under way.
 
-Instructions a value on the usual path, sm_90a, from BF16 (from FP32): fp8 9 (12), mxfp8 7 (8), mxfp4 13 (14), nvfp4 19
-(22); nvfp4 has 7 for the integer pipe, which has half the rate. At copy rate an H200 can issue about 20 a BF16 value of
-an 8-bit format, 17 of a 4-bit one. Predicted: 85 % of copy rate or more from 4096 rows (nvfp4 75 to 90), 1.4 to 1.9 µs
-up to 128 rows in a chain of PDL launches (0.7 the launch, two trips to memory the rest). Not measured yet.
+Instructions a value on the usual path, sm_90a, from BF16 (from FP32): fp8 9 (12), mxfp8 7 (7), mxfp4 8 (11), nvfp4 12
+(17), of which 5 go to the integer pipe, which has half the rate. At copy rate an H200 can issue about 20 a BF16 value
+of an 8-bit format, 17 of a 4-bit one.
 """
 
 from __future__ import annotations

@@ -126,8 +126,9 @@ def encode_specs(encoder: KernelEncoder, source_bytes: int, columns: int) -> dic
     """The kernels for rows of ``columns`` values, by name: for few units and for many; of a row's own scale, one."""
     vectors = columns // encoder.vector_values
     if not encoder.row_scale:
-        # Threads that find room with the registers that the arithmetic takes: up to 42 or up to 64.
-        per_sm = 1024 if encoder.vector_values == 32 else 1536
+        # Threads that find room with the registers that the arithmetic takes: up to 42, 64 or 80.
+        wide = 1024 if source_bytes == 2 else 768
+        per_sm = wide if encoder.vector_values == 32 else 1536
         return {
             "few": EncodeSpec(encoder, source_bytes, vectors, FEW_THREADS, 1, 0, per_sm // FEW_THREADS // 2),
             "many": EncodeSpec(encoder, source_bytes, vectors, MANY_THREADS, 1, 0, per_sm // MANY_THREADS),
@@ -137,7 +138,7 @@ def encode_specs(encoder: KernelEncoder, source_bytes: int, columns: int) -> dic
     warps = -(-warps // chunks)
     rows = max(1, 4 // warps)
     threads = rows * warps * WARP
-    resident = 512 if source_bytes == 4 else 896
+    resident = 512 if source_bytes == 4 else 1120 // chunks
     return {"row": EncodeSpec(encoder, source_bytes, vectors, threads, chunks, warps, max(1, resident // threads))}
 
 

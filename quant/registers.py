@@ -1,16 +1,15 @@
 """Arithmetic of the number formats on registers: BF16 pairs in, elements and scales out, to the bits of the references.
 
 The references divide in fp32 and round the quotient to the element; here, too, every quotient is the correctly rounded
-one where that decides an element. A quotient by a scale is ``q = x·y`` with ``y ≈ 1/d``, corrected once by its residual
-(Markstein): exact for E4M3 with scales ``amax / 448`` and any ``y`` within 2 ulp, and for the sides of E2M1's midpoints
-with any ``d`` and the correctly rounded ``y``. Both were verified for every mantissa (tests/quant/test_registers.py).
-The residual is taken as ``d·q − x``, which keeps the sign of zeros.
+one where that decides an element. Two ways, both verified for every mantissa (tests/quant/test_registers.py):
 
-E2M1 needs sm_100 for a conversion of its own. Elsewhere magnitudes are rounded on three grids at once, by additions to
-2**23, and the least result is the code (:func:`e2m1_word_of_magnitudes`). Or, where no BF16 pairs bring the signs,
-codes are read off FP16: scaled by 2**−14, a magnitude has E2M1's exponent in FP16's low exponent bits, FP16's
-subnormals are E2M1's, and the code is the bits from the highest mantissa bit up, rounded to nearest even as an integer,
-two values at a time.
+* ``q = x·y`` with ``y ≈ 1/d``, corrected once by its residual (Markstein): exact for E4M3 with scales ``amax / 448``
+  and any ``y`` within 2 ulp. The residual is taken as ``d·q − x``, which keeps the sign of zeros.
+* ``q = x·high + x·low``, of an ``x`` with 8 bits (:func:`split_reciprocal`), for the sides of E2M1's and E4M3's
+  midpoints with any ``d``: two instructions a value, and nothing that a small or large ``x`` or ``d`` could spoil.
+
+E2M1 needs sm_100 for a conversion of its own. Elsewhere magnitudes are rounded by additions whose sums have the unit of
+a grid of E2M1 as their last bit, and the least result is the code (:func:`e2m1_word_of_magnitudes`).
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from cutlass.cute.arch import inline_ptx
 
 NON_FINITE = 0x7F80  # BF16 magnitudes from here on are infinity and NaN
 HALVES = 0x7FFF7FFF  # the magnitudes of two BF16 or FP16
-SMALL_DIVISOR, LARGE_DIVISOR = 2.0**-60, 2.0**100  # beyond them residuals or aligned divisors leave fp32's range
-E2M1_ALIGNMENT = 14  # binades by which E2M1 lies below one in FP16
-CODE_ZERO = 0x4B000000  # 2**23 as FP32, where the lowest bit is 1
-FP16_SIX = 0x0E000E00  # 6 · 2**−14 as FP16, twice
+SMALL_DIVISOR, LARGE_DIVISOR = 2.0**-60, 2.0**100  # beyond them residuals leave fp32's range
+# Added to a magnitude m: sums that count E2M1's half units up to m = 2 (2**22 has the last bit 1/2) and its units from
+# there on; added to m/2: sums that count its twice units. Code c is CODE_ZERO + c as bits, where it is right.
+FINE, COARSE = 2.0**23 - 2, 2.0**23
+CODE_ZERO, CODES = 0x4AFFFFFC, 8
 
 
 # ---- single instructions ----
@@ -95,12 +95,19 @@ def maximum_of_halves(a: Uint32, b: Uint32) -> Uint32:
     )
 
 
-def minimum_of_halves(a: Uint32, b: Uint32) -> Uint32:
+def permute(a: Uint32, b: Uint32, selector: int) -> Uint32:
+    """Four bytes of ``a`` (numbers 0 to 3) and ``b`` (4 to 7), picked by the digits of ``selector``, lowest first.
+
+    A digit 8 higher gives eight times the byte's highest bit.
+    """
     return inline_ptx(
-        "{\n.reg .b32 m;\nmov.b32 m, {$r1};\nmin.u16x2 {$w0}, {$r0}, m;\n}",  # takes no constant
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector};", write_only_types=[Uint32], read_only_args=[a, b]
     )
+
+
+def magnitudes(pair: Uint32) -> Uint32:
+    """Of two BF16. Opaque to the compiler, which would take them for the maximum and again for each value."""
+    return inline_ptx(f"and.b32 {{$w0}}, {{$r0}}, {HALVES};", write_only_types=[Uint32], read_only_args=[pair])
 
 
 def from_neighbour(value: Uint32, distance: int) -> Uint32:
@@ -144,10 +151,6 @@ def e4m3_values(pair: Uint32) -> Any:
     )
 
 
-def fp16_pair(low: Float32, high: Float32) -> Uint32:
-    return inline_ptx("cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high])
-
-
 def e2m1_word_of_sm100(v: Any) -> Uint32:
     """Eight E2M1 in a word, the first value lowest: to nearest even, saturating."""
     return inline_ptx(
@@ -177,12 +180,17 @@ def unpack(words: Any) -> list[Float32]:
     return values
 
 
+def largest_of_pairs(pairs: Any) -> Uint32:
+    """The largest of two magnitudes a word."""
+    top = pairs[0]
+    for pair in pairs[1:]:
+        top = maximum_of_halves(top, pair)
+    return maximum(top & Uint32(0xFFFF), top >> Uint32(16))
+
+
 def largest_magnitude(words: Any) -> Uint32:
     """The largest magnitude of BF16 pairs, as BF16 bits; from ``NON_FINITE`` on if any is infinite or NaN."""
-    top = words[0] & Uint32(HALVES)
-    for word in words[1:]:
-        top = maximum_of_halves(top, word & Uint32(HALVES))
-    return maximum(top & Uint32(0xFFFF), top >> Uint32(16))
+    return largest_of_pairs([magnitudes(word) for word in words])
 
 
 def over_lanes(top: Uint32, lanes: int) -> Uint32:
@@ -228,13 +236,34 @@ def by_constant(x: Float32, divisor: float, inverse: float) -> Float32:
 
 
 def divide_all(values: Any, divisor: Float32, inverse: Float32) -> list[Float32]:
-    """``values / divisor`` with ``inverse ≈ 1 / divisor``: see above."""
+    """``values / divisor`` with ``inverse ≈ 1 / divisor``, corrected once: see above."""
     minus = negative(inverse)
     quotients = []
     for x in values:
         q = multiply(x, inverse)
         quotients.append(fused(minus, fused(divisor, q, negative(x)), q))
     return quotients
+
+
+def split_reciprocal(divisor: Float32) -> tuple[Float32, Float32]:
+    """``high``, ``low`` with ``high + low = (1 + e) / divisor``, −2**−40 < e < 2**−35, both above 0.
+
+    ``high`` has 16 significant bits, so that its product with 8 bits is exact and :func:`split_quotient` rounds but
+    once; ``low`` is what is missing, ``(1 − divisor·high) / divisor``. Quotients of 8 bits by 24 lie further than
+    2**−34 from where fp32 starts to round to a midpoint of E2M1 or E4M3, or to a neighbour of it. One exception,
+    2**n / (2 − 2**−23), lies 2**−48 above; there e is positive, so that the result lies above as well.
+
+    Args:
+        divisor: positive, so that its reciprocal is normal.
+    """
+    inverse = multiply(rough_reciprocal(divisor), Float32(1.0 + 2.0**-22))  # not below 1 / divisor
+    high = number((bits(inverse) - Uint32(0x100)) & Uint32(0xFFFFFF00))  # below it
+    return high, multiply(fused(negative(divisor), high, Float32(1.0)), inverse)
+
+
+def split_quotient(x: Float32, high: Float32, low: Float32) -> Float32:
+    """``x / divisor`` of an ``x`` with 8 significant bits, from :func:`split_reciprocal`; beyond fp32, infinity."""
+    return fused(x, low, multiply(x, high))
 
 
 def rescaled(values: Any, divisor: Float32, factor: Float32) -> tuple[list[Float32], Float32]:
@@ -274,58 +303,44 @@ def bring_near(values: Any, divisor: Float32, amax: Float32) -> Any:
     return values, divisor
 
 
-def e2m1_word_of_aligned(aligned: Any) -> Uint32:
-    """Eight E2M1 in a word, the first value lowest, of values · 2**−14 that FP16 holds exactly down to 1/8 · 2**−14."""
-    word = Uint32(0)
-    for j in range(4):
-        pair = fp16_pair(aligned[j], aligned[j + 4])  # so that all low half words are one half of the result
-        magnitude = minimum_of_halves(pair & Uint32(HALVES), Uint32(FP16_SIX))
-        code = (magnitude + Uint32(0x00FF00FF) + ((magnitude >> Uint32(9)) & Uint32(0x00010001))) >> Uint32(9)
-        code = (code & Uint32(0x00070007)) | ((pair >> Uint32(12)) & Uint32(0x00080008))
-        word = word | (code << Uint32(4 * j))
-    return word
+def sign_bytes(words: Any) -> tuple[Uint32, Uint32]:
+    """Of eight values, four BF16 pairs or eight FP32: all bits of byte j are value 2j's sign, and value 2j + 1's."""
+    if len(words) == 4:
+        a, b = (permute(words[j], words[j + 1], 0x7531) for j in (0, 2))  # the bytes with the signs, in order
+        return permute(a, b, 0xECA8), permute(a, b, 0xFDB9)
+    of_pairs = [permute(words[j], words[j + 2], 0x0073) for j in (0, 1, 4, 5)]
+    return permute(of_pairs[0], of_pairs[2], 0xDC98), permute(of_pairs[1], of_pairs[3], 0xDC98)
 
 
-def e2m1_word_of_magnitudes(magnitudes: Any, signs: Any) -> Uint32:
-    """Eight E2M1 in a word, the first value lowest, of magnitudes up to 2**16 and the BF16 pairs that have their signs.
+def e2m1_word_of_magnitudes(values: Any, factor: Float32, half: Float32, words: Any) -> Uint32:
+    """Eight E2M1 in a word, the first value lowest, of magnitudes times ``factor`` and the ``words`` with their signs.
 
-    Codes count half units up to 2, units up to 4 and twice units up to 6, so that the code is the least of ``[2m]``,
-    ``[m] + 2``, ``[m/2] + 4`` and 7, each rounded to nearest even as it is added to 2**23. That leaves to the slower
-    integer pipe four operations a value.
+    The code is the least of ``[m]`` on the finer grids, on the coarsest, and 7. A sum rounds to nearest even as E2M1
+    does, since codes are even where sums are. That leaves to the slower integer pipe three operations a value.
+
+    Args:
+        half: ``factor / 2``.
+        words: as of :func:`sign_bytes`.
     """
-    word = Uint32(-(CODE_ZERO << 12) - (CODE_ZERO << 8) - (CODE_ZERO << 4) - CODE_ZERO & 0xFFFFFFFF)
-    for j in range(4):
-        halves = [_e2m1_code(magnitudes[j]), _e2m1_code(magnitudes[j + 4])]
-        pair = minimum_of_halves((halves[1] << Uint32(16)) + halves[0], Uint32(CODE_ZERO + 0x00070007))
-        word = word + (pair << Uint32(4 * j))
-    for j in range(4):
-        product = (signs[j] & Uint32(0x80008000)) * Uint32(0x1001)  # the signs in bits 27 and 31
-        word = word | ((product >> Uint32(24 - 8 * j)) & Uint32(0x88 << 8 * j))
-    return word
+    word = Uint32(-sum(CODE_ZERO << 4 * j for j in range(CODES)) & 0xFFFFFFFF)
+    for j, value in enumerate(values):
+        fine, coarse = bits(fused(value, factor, Float32(FINE))), bits(fused(value, half, Float32(COARSE)))
+        code = minimum(minimum(fine, coarse), Uint32(CODE_ZERO + CODES - 1))
+        word = word + (code << Uint32(4 * j))
+    even, odd = sign_bytes(words)
+    return word | (even & Uint32(0x08080808)) | (odd & Uint32(0x80808080))
 
 
-def e2m1_operands(words: Any) -> list[Float32]:
-    """What :func:`e2m1_word` rounds, of BF16 pairs: their values, or magnitudes where it takes the signs from them."""
-    return unpack(words if converts_to_e2m1() else [word & Uint32(HALVES) for word in words])
+def e2m1_word(values: Any, factor: Float32, half: Float32, words: Any) -> Uint32:
+    """Eight E2M1 in a word of :func:`e2m1_operands` times ``factor``; the rest as above."""
+    if converts_to_e2m1():
+        return e2m1_word_of_sm100([multiply(x, factor) for x in values])
+    return e2m1_word_of_magnitudes(values, factor, half, words)
 
 
-def e2m1_word(elements: Any, words: Any) -> Uint32:
-    """Eight E2M1 in a word, the first value lowest, of scaled :func:`e2m1_operands` of the BF16 pairs ``words``."""
-    return e2m1_word_of_sm100(elements) if converts_to_e2m1() else e2m1_word_of_magnitudes(elements, words)
-
-
-def _e2m1_code(m: Float32) -> Uint32:
-    """The code, or more where it is 7, above ``CODE_ZERO``."""
-    fine = bits(fused(m, Float32(2.0), Float32(2.0**23)))
-    middle = bits(fused(m, Float32(1.0), Float32(2.0**23 + 2)))
-    coarse = bits(fused(m, Float32(0.5), Float32(2.0**23 + 4)))
-    return minimum(minimum(fine, middle), coarse)
-
-
-def round_to_odd(value: Float32) -> Float32:
-    """To 8 significant bits; the lowest is set if anything is cut off, so that rounding further rounds but once."""
-    word = bits(value)
-    return number((word | ((word & Uint32(0xFFFF)) + Uint32(0xFFFF))) & Uint32(0xFFFF0000))
+def e2m1_operands(pairs: Any, magnitudes_of_pairs: Any) -> list[Float32]:
+    """What :func:`e2m1_word` takes of BF16 pairs: values, or magnitudes where the signs come from the pairs."""
+    return unpack(pairs if converts_to_e2m1() else magnitudes_of_pairs)
 
 
 def power_of_two(exponent: Int32) -> Float32:

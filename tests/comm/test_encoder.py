@@ -167,11 +167,11 @@ def test_limit(one_sided: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = auto.fused_limit()
     assert limit == data["fused_limit"]
     assert comm.fuses(encoder, x, limit) and not comm.fuses(encoder, x, limit + 1)
-    assert not comm.fuses(encoder, x, None)  # T̂ is the channel's largest
     assert not comm.fuses(encoder, x.float(), limit)
     assert not comm.fuses(Encoder(encoder.quantize), x, limit)
     monkeypatch.setenv("MOE_LAYER_FUSED_LIMIT", "7")
     assert comm.fuses(encoder, x, 7) and not comm.fuses(encoder, x, 8)
+    assert not comm.fuses(encoder, x, None)  # T̂ is the channel's largest
 
 
 def test_both_kinds_of_kernel_are_ready(one_sided: Any) -> None:

@@ -54,6 +54,17 @@ def e2m1(value: Any) -> Any:
     return code.view(np.uint8).astype(U32) & U32(15)
 
 
+def permute(a: Any, b: Any, selector: int) -> Any:
+    """prmt.b32, signs included."""
+    given = [(np.asarray(word, U32) >> U32(8 * j)) & U32(0xFF) for word in (a, b) for j in range(4)]
+    picked = U32(0)
+    for j in range(4):
+        digit = selector >> 4 * j & 15
+        byte = given[digit & 7]
+        picked = picked | ((byte if digit < 8 else (byte >> U32(7)) * U32(0xFF)) << U32(8 * j))
+    return picked
+
+
 def as_type(kind: Any) -> Any:
     return lambda value: np.asarray(value).astype(kind)
 
@@ -115,7 +126,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, has_e2m1: bool = False, seed: in
         "maximum": np.maximum,
         "minimum": np.minimum,
         "maximum_of_halves": lambda a, b: _of_halves(np.maximum, a, b),
-        "minimum_of_halves": lambda a, b: _of_halves(np.minimum, a, b),
+        "permute": permute,
+        "magnitudes": lambda pair: pair & U32(reg.HALVES),
         "from_neighbour": from_neighbour,
         "select": np.where,
         "e4m3_pair": lambda a, b: e4m3(a) | (e4m3(b) << U32(8)),
@@ -124,10 +136,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, has_e2m1: bool = False, seed: in
             ((pair >> U32(8 * j)) & U32(0xFF)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(F32)
             for j in range(2)
         ],
-        "fp16_pair": lambda a, b: (
-            a.astype(np.float16).view(np.uint16).astype(U32)
-            | (b.astype(np.float16).view(np.uint16).astype(U32) << U32(16))
-        ),
         "e2m1_word_of_sm100": e2m1_word_of_sm100,
         "converts_to_e2m1": lambda: has_e2m1,
         "finite_magnitude": finite_magnitude,
@@ -137,6 +145,13 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, has_e2m1: bool = False, seed: in
     }
     for name, function in instructions.items():
         monkeypatch.setattr(reg, name, function)
+
+    def mend_odd_blocks(tops: Any, wire: Any, entry: Any) -> Any:
+        needed = np.maximum(*(top - U32(1) for top in tops)) >= U32(reg.NON_FINITE - 1)
+        mended, other = encoders.with_odd_blocks(tops, wire, entry)
+        return choose_all(needed, mended, wire), np.where(needed, other, entry)
+
+    monkeypatch.setattr(encoders, "mend_odd_blocks", mend_odd_blocks)
     for module in (reg, encoders):
         for name, kind in (("Uint32", U32), ("Int32", np.int32), ("Float32", F32)):
             monkeypatch.setattr(module, name, as_type(kind), raising=False)

@@ -29,7 +29,7 @@ def live_bytes(*, least: int = 0) -> int:
     found = {}
     for thing in gc.get_objects():
         # By type: asking some of torch.distributed's objects for their class warns.
-        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
+        if issubclass(type(thing), torch.Tensor) and not thing.is_meta and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(size for size in found.values() if size >= least)

@@ -35,8 +35,8 @@ DECODER_CASES += [("sm_103a", 320, *case) for case in DECODED if case[1] == FP32
 # Instructions in all of the kernel for a value, rare branches and slow divisions with them, on sm_90a. At 85 % of an
 # H200's copy rate about 24 can be issued a BF16 value of an 8-bit format, 20 of a 4-bit one, 40 an FP32 value.
 MOST_ENCODING = {
-    ("fp8", 2): 16, ("mxfp8", 2): 12, ("mxfp4", 2): 14, ("nvfp4", 2): 30,
-    ("fp8", 4): 30, ("mxfp8", 4): 12, ("mxfp4", 4): 15, ("nvfp4", 4): 34,
+    ("fp8", 2): 16, ("mxfp8", 2): 12, ("mxfp4", 2): 10, ("nvfp4", 2): 14,
+    ("fp8", 4): 30, ("mxfp8", 4): 12, ("mxfp4", 4): 12, ("nvfp4", 4): 30,
 }  # fmt: skip
 MOST_DECODING = {2: 11, 4: 15}  # in kernels for many rows
 

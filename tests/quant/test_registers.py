@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("cutlass", reason="needs the CuTe DSL (pip install 'moe-layer[cuda]')")
 pytest.importorskip("ml_dtypes")
 
-from emulated_registers import emulate, encode_rows, fused
+import ml_dtypes
+from emulated_registers import emulate, encode_rows
 
 from moe_layer.quant import get_format
 
@@ -99,7 +100,7 @@ def test_bits_of_the_reference(name: str, kind: str, has_e2m1: bool, monkeypatch
             check(encoder, name, rows)
 
 
-@pytest.mark.parametrize("exponent", [-126, -117, -90, -61, -60, -30, 0, 40, 98, 101, 110])
+@pytest.mark.parametrize("exponent", [-126, -117, -101, -100, -61, -60, -30, 0, 40, 98, 99, 100, 110, 117])
 def test_common_scales_of_any_size(exponent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too small a scale saturates, too large a one leaves zeros."""
     rng = np.random.default_rng(exponent + 200)
@@ -135,23 +136,49 @@ def test_all_quotients_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
             check(encoder, "fp8", rows)
 
 
-# BF16 neighbours of an E2M1 midpoint times every mantissa of a divisor.
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_sides_of_midpoints(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``x / d`` of BF16's ``x`` lies on the same side of each midpoint of E2M1 and E4M3 as the rounded quotient.
 
-
-@pytest.mark.parametrize("part", range(4))
-def test_sides_of_e2m1_midpoints(part: int) -> None:
-    """``x / d`` corrected once lies on the same side of each midpoint as the correctly rounded quotient (registers.py).
-
-    A sample of the 2**23 mantissas; all of them were run once.
+    Midpoints have up to five bits: odd multiples of a power of two. The hardware's reciprocal may be an ulp off. A
+    sample of the 2**23 mantissas; all of them were run once.
     """
-    m = ((np.arange(part, 1 << 23, 64, dtype=np.uint32)) | np.uint32(0x3F800000)).view(F32)
-    m = np.append(m, np.array([0x3FFFFFFF], np.uint32).view(F32))  # Markstein's exception
-    y = F32(1) / m
-    for midpoint in MIDPOINTS:
-        product = m.astype(np.float64) * midpoint
+    emulate(monkeypatch)
+    from moe_layer.quant import registers as reg
+
+    sample = np.arange(11, 1 << 23, 97, dtype=np.uint32)
+    d = (np.append(sample, np.arange((1 << 23) - 64, 1 << 23, dtype=np.uint32)) | np.uint32(0x3F800000)).view(F32)
+    monkeypatch.setattr(reg, "rough_reciprocal", lambda a: ((F32(1) / a).view(np.int32) + np.int32(off)).view(F32))
+    high, low = reg.split_reciprocal(d)
+    assert (high > 0).all() and (low > 0).all()
+    for odd in range(1, 33, 2):
+        product = d.astype(np.float64) * odd
         step = np.exp2(np.floor(np.log2(product))) / 128
         for x in ((np.floor(product / step) * step).astype(F32), (np.ceil(product / step) * step).astype(F32)):
-            q = x * y
-            corrected = fused(-y, fused(m, q, -x), q)
-            assert (np.sign(corrected - F32(midpoint)) == np.sign(x / m - F32(midpoint))).all()
+            side = np.sign(reg.split_quotient(x, high, low) - F32(odd))
+            np.testing.assert_array_equal(side, np.sign(x / d - F32(odd)), f"{odd}")
+
+
+@pytest.mark.parametrize("has_e2m1", [False, True])
+def test_e2m1_of_any_number(has_e2m1: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Midpoints, their neighbours, numbers of all sizes and infinities, against ml_dtypes; signs of both kinds."""
+    emulate(monkeypatch, has_e2m1=has_e2m1)
+    from moe_layer.quant import registers as reg
+
+    rng = np.random.default_rng(3)
+    midpoints = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], F32).view(np.int32)
+    near = (rng.choice(midpoints, (8, 4000)) + rng.integers(-2, 3, (8, 4000), dtype=np.int32)).view(F32)
+    sizes = np.ldexp(rng.uniform(1, 2, (8, 4000)), rng.integers(-149, 128, (8, 4000))).astype(F32)
+    values = np.concatenate((near, rng.uniform(0, 8, (8, 4000)).astype(F32), sizes), axis=1)
+    values[:, :8] = np.where(np.eye(8) > 0, F32(np.inf), F32(0))
+    signed = values * rng.choice(np.array([-1, 1], F32), values.shape)
+    halves = (signed.view(np.uint32) >> 16).astype(np.uint32)
+    pairs = [halves[j] | (halves[j + 1] << 16) for j in range(0, 8, 2)]
+    for factor in (F32(1), F32(2.0**-64), F32(2.0**64)):
+        with np.errstate(all="ignore"):
+            given = (signed if has_e2m1 else values) / factor
+            seen = np.clip(signed / factor * factor, -6, 6)  # what fp32 leaves of it
+            codes = seen.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).astype(np.uint32) & 15
+            expected = np.bitwise_or.reduce(codes << (4 * np.arange(8, dtype=np.uint32))[:, None], axis=0)
+            for words in (pairs, list(signed.view(np.uint32))):
+                np.testing.assert_array_equal(reg.e2m1_word(list(given), factor, factor / 2, words), expected)
