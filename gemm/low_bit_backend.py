@@ -4,11 +4,17 @@ Weights in MXFP4, NVFP4, INT4 (groups of 32) and MXFP8 stay as large as the chec
 to BF16 at every step. FC1's output is quantized where the layer says so: MXFP8 in the kernel, whose BF16 rows then hold
 MXFP8's values, other formats after it, from FP32.
 
-Weights that are not packed (their values cannot be, or nobody asked for it) run as in :mod:`moe_layer.gemm.widened`.
+NVFP4 activations have a second-level scale that BF16 cannot hold beside the first: rows are widened without it, and the
+kernel multiplies its sums by it.
+
+Weights that are not packed (their values cannot be, or nobody asked for it) run as in :mod:`moe_layer.gemm.widened`,
+with NVFP4 activations through PyTorch.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -33,6 +39,10 @@ class LowBitBackend(WidenedBackend):
 
     name: ClassVar[str] = "sm90-low-bit"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._reference = reference.ReferenceBackend()
+
     def weight_layout(self, weight_format: str, parts: int, rows: int, columns: int) -> RegisterTiles | None:
         if weight_format not in PACKED_FORMATS or rows % VECTOR or columns % VECTOR:
             return None
@@ -49,9 +59,10 @@ class LowBitBackend(WidenedBackend):
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
         check_operands("fc1", x, weights, index, parts=2)
-        rows = widen_rows(x)
+        rows = rows_and_factors(x)
         if weights.packed is None or not sm90_backend.served(rows, weights):
-            return super().fc1(rows, weights, index, activation, output_format, output_global_scale=output_global_scale)
+            other = self._reference.fc1 if x.format == "nvfp4" else super().fc1
+            return other(x, weights, index, activation, output_format, output_global_scale=output_global_scale)
         in_kernel = output_format in KERNEL_OUTPUTS
         dtype = torch.bfloat16 if in_kernel else torch.float32
         h = torch.empty(index.slots.numel(), weights.rows, dtype=dtype, device=rows.data.device)
@@ -64,12 +75,26 @@ class LowBitBackend(WidenedBackend):
     def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
         """As :meth:`ComputeBackend.fc2`; BF16 rows."""
         check_operands("fc2", h, weights, index, parts=1)
-        rows = widen_rows(h)
+        rows = rows_and_factors(h)
         if weights.packed is None or not sm90_backend.served(rows, weights):
-            return super().fc2(rows, weights, index)
+            other = self._reference.fc2 if h.format == "nvfp4" else super().fc2
+            return other(h, weights, index)
         out = torch.empty(rows.data.shape[0], weights.rows, dtype=torch.bfloat16, device=rows.data.device)
         sm90_backend.grouped_gemm(rows, weights, index, out, None, gather=False, activation=None)
         return out
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, device=device)
+
+
+def rows_and_factors(x: QuantizedTensor) -> QuantizedTensor:
+    """Activations as BF16 rows; of NVFP4 without its second-level scale, which becomes the rows' own."""
+    if x.format != "nvfp4":
+        return widen_rows(x)
+    rows = widen_rows(replace(x, global_scale=_one(x.data.device)))
+    return replace(rows, global_scale=x.global_scale)
 
 
 def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, *, parts: int) -> None:

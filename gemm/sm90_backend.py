@@ -159,6 +159,7 @@ def grouped_spec(
     return GroupedSpec(
         weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, output or DTYPE_NAMES[out],
         tile.tokens, gather, activation, tile.cluster, weights=low_bit,
+        token_factors=bool(low_bit) and x.global_scale is not None,
     )  # fmt: skip
 
 
@@ -173,7 +174,9 @@ def grouped_gemm(
     activation: Activation | None,
     output: str | None = None,
 ) -> None:
-    """Launch one grouped GEMM on the current stream. Packed weights take BF16 rows.
+    """Launch one grouped GEMM on the current stream.
+
+    Packed weights take BF16 rows, which may have an FP32 factor each, or one in common, as their global scale.
 
     Args:
         x: ``[S, K]`` read through ``index.slots`` (``gather``), or ``[rows, K]`` in order.
@@ -185,12 +188,15 @@ def grouped_gemm(
     """
     spec = grouped_spec(x, weights, index, out.dtype, gather=gather, activation=activation, output=output)
     kernel: Callable[..., None] = _kernel(spec)
-    x_scale, w_scale = x.scale, weights.factor if spec.weights else weights.scale
+    w_scale = weights.factor if spec.weights else weights.scale
+    x_scale = x.global_scale if spec.token_factors else x.scale
+    # One factor for all rows is one that is read again and again.
+    x_stride = 0 if x_scale is None or x_scale.dim() < 2 else x_scale.stride(0) * 4
     kernel(
         anchor(x.data.device),
         weights.storage.data_ptr(), index.offsets.data_ptr(), index.slots.data_ptr(),
         x.data.data_ptr(), x.data.stride(0) * x.data.element_size(),
-        0 if x_scale is None else x_scale.data_ptr(), 0 if x_scale is None else x_scale.stride(0) * 4,
+        0 if x_scale is None else x_scale.data_ptr(), x_stride,
         0 if w_scale is None else w_scale.data_ptr(),
         out.data_ptr(), out.stride(0) * out.element_size(),
         0 if out_scale is None else out_scale.data_ptr(), 0 if out_scale is None else out_scale.stride(0) * 4,

@@ -44,7 +44,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.sm90_epilogue import store_swapped, store_wide
 from moe_layer.gemm.sm90_pipeline import release
-from moe_layer.gemm.sm90_schedule import block_in_cluster, fill_schedule, locate
+from moe_layer.gemm.sm90_schedule import block_in_cluster, fill_schedule, locate, row_number
 from moe_layer.gemm.sm90_spec import (
     REGISTERS,
     STAGE_ROW_BYTES,
@@ -157,15 +157,6 @@ def produce(
 def packed_offset(spec: GroupedSpec, expert: Int32, column: Int32, step: Int32) -> Int64:
     """Bytes to a stage of packed weights."""
     return ((Int64(expert) * spec.column_tiles + Int64(column)) * spec.k_steps + Int64(step)) * spec.weight_stage_bytes
-
-
-@cute.jit
-def row_number(spec: cutlass.Constexpr, slots: Int64, row: Int32, count: Int32, token: Int32) -> Int32:
-    """A token's row of ``x``; past the tile's end, its last row's."""
-    index = row + dev.smaller(token, count - 1)
-    if const_expr(spec.gather):
-        index = dev.load_i32(slots + Int64(index) * 4)
-    return index
 
 
 def scale_offset(spec: GroupedSpec, expert: Int32, column: Int32, which: Int32) -> Int64:
@@ -425,7 +416,7 @@ def grouped_gemm_kernel(
         else:
             consume_widened(
                 spec, packed, token_tile, dev.shared_address(staging), full, empty, rows, order, tiles,
-                weight_scale, out, out_stride, out_scale, out_scale_stride,
+                weight_scale, slots, x_scale, x_scale_stride, out, out_stride, out_scale, out_scale_stride,
             )  # fmt: skip
     if const_expr(spec.cluster > 1):
         # No block ends while another may still write into its shared memory.

@@ -119,5 +119,14 @@ def locate(
     return expert, row, left, column
 
 
+@cute.jit
+def row_number(spec: cutlass.Constexpr, slots: Int64, row: Int32, count: Int32, token: Int32) -> Int32:
+    """A token's row of ``x``; past the tile's end, its last row's."""
+    index = row + dev.smaller(token, count - 1)
+    if const_expr(spec.gather):
+        index = dev.load_i32(slots + Int64(index) * 4)
+    return index
+
+
 def block_in_cluster() -> Int32:
     return cute.arch.block_idx_in_cluster()

@@ -79,6 +79,8 @@ class GroupedSpec:
             come from L2, which limits the wide kernels.
         group: token tiles that share a sweep over the weights, so that both stay in L2.
         weights: a format of ``LOW_BIT_FORMATS`` that is widened to ``dtype`` in registers, or ``""``: as ``dtype``.
+        token_factors: with low-bit weights: an FP32 factor for each row of ``x``, which BF16 could not hold (NVFP4's
+            second-level scale).
     """
 
     experts: int
@@ -93,6 +95,7 @@ class GroupedSpec:
     cluster: int = 1
     group: int = 16
     weights: str = ""
+    token_factors: bool = False
 
     def __post_init__(self) -> None:
         assert self.tokens in (*SWAP_TOKENS, WIDE_TOKENS), self.tokens

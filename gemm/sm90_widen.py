@@ -36,7 +36,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from moe_layer.gemm import sm90_device as dev
 from moe_layer.gemm.sm90_epilogue import store_swapped
 from moe_layer.gemm.sm90_pipeline import release, release_if
-from moe_layer.gemm.sm90_schedule import locate
+from moe_layer.gemm.sm90_schedule import locate, row_number
 from moe_layer.gemm.sm90_spec import WARP, WARPGROUP, GroupedSpec
 
 STEP_K = 16  # of a WGMMA
@@ -132,9 +132,14 @@ class Registers:
 def consume_widened(
     spec: cutlass.Constexpr, packed: Int32, token_tile: cute.Tensor, staging: Int32,
     full: cute.Pointer, empty: cute.Pointer, rows: cute.Tensor, order: cute.Tensor, tiles: cute.Tensor,
-    factors: Int64, out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
+    factors: Int64, slots: Int64, token_factors: Int64, token_stride: Int64,
+    out: Int64, out_stride: Int64, out_scale: Int64, out_scale_stride: Int64,
 ):  # fmt: skip
-    """A consumer warpgroup's work. ``factors``: ``[experts, parts]`` FP32, what sums are multiplied by."""
+    """A consumer warpgroup's work.
+
+    Sums are multiplied by ``factors`` (``[experts, parts]`` FP32) and, if the specification has them, by FP32
+    ``token_factors``, one every ``token_stride`` bytes for each row of ``x``.
+    """
     tid = cute.arch.thread_idx()[0] - WARPGROUP
     first_tile, grid = cute.arch.block_idx()[0] // spec.cluster, cute.arch.grid_dim()[0] // spec.cluster
     group = cute.arch.make_warp_uniform(tid // WARPGROUP)
@@ -162,6 +167,15 @@ def consume_widened(
         for block in range_constexpr(blocks):
             for i in range_constexpr(spec.tokens // 2):
                 sums[block][i] = sums[block][i] * by_row[i // 2 % 2]
+        if const_expr(spec.token_factors):
+            for c in range_constexpr(spec.tokens // 8):
+                for i in range_constexpr(2):
+                    token = row_number(spec, slots, row, count, c * 8 + tid % 4 * 2 + i)
+                    factor_of_token = dev.load_f32(token_factors + Int64(token) * token_stride)
+                    for b in range_constexpr(blocks):
+                        for h in range_constexpr(2):
+                            at = i + 2 * h + 4 * c
+                            sums[b][at] = sums[b][at] * factor_of_token
         store_swapped(spec, sums, staging, tid, group, row, count, column, out, out_stride, out_scale, out_scale_stride)
 
 

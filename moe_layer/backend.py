@@ -60,7 +60,10 @@ ANY_WEIGHTS = {"bf16", "fp8_128x128", "fp8_128x128_ue8m0", "fp8_32x32"} | LOW_BI
 ANY_ACTIVATIONS = {"bf16", "mxfp4", "mxfp8"}
 register_kernels("sm_90a", "moe_layer.gemm.widened:WidenedBackend", weights=ANY_WEIGHTS, activations=ANY_ACTIVATIONS)
 register_kernels(
-    "sm_90a", "moe_layer.gemm.low_bit_backend:LowBitBackend", weights=LOW_BIT_WEIGHTS, activations=ANY_ACTIVATIONS
+    "sm_90a",
+    "moe_layer.gemm.low_bit_backend:LowBitBackend",
+    weights=LOW_BIT_WEIGHTS,
+    activations=ANY_ACTIVATIONS | {"nvfp4"},
 )
 register_kernels("sm_90a", "moe_layer.gemm.sm90_backend:Sm90Backend", weights={"bf16"}, activations={"bf16"})
 register_kernels("sm_90a", "moe_layer.gemm.sm90_backend:Sm90Backend", weights={"fp8_128x128"}, activations={"fp8"})

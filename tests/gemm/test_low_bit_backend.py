@@ -6,6 +6,7 @@ The kernel is stood in for by fp64 products of what it would make of the packed 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,10 @@ class Kernel:
             w = products(weights.format, weights.parts, weights.rows, weights.columns, weights.packed[e].numpy())
             w = torch.from_numpy(w * weights.factor[e].double().numpy()[:, None, None])
             for row in range(offsets[e], offsets[e + 1]):
-                token = x.data[int(index.slots[row]) if gather else row].double()
+                at = int(index.slots[row]) if gather else row
+                token = x.data[at].double()
+                if x.global_scale is not None:
+                    token = token * x.global_scale[at].double()
                 sums = [w[part] @ token for part in range(weights.parts)]
                 y = sums[0] if activation is None else activation(*sums)
                 if output == "mxfp8":
@@ -96,33 +100,38 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("weight_format", PACKED_FORMATS)
-@pytest.mark.parametrize("activation_format", ["bf16", "mxfp8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("activation_format", ["bf16", "mxfp8", "mxfp4", "nvfp4"])
 def test_fc1(kernel: Kernel, weight_format: str, activation_format: str) -> None:
     weights, (x, index) = draw(weight_format, 2), operands(activation_format)
     got = LowBitBackend().fc1(x, packed(weights), index, ACTIVATION, activation_format)
     (call,) = kernel.calls
-    assert call["gather"] and torch.equal(call["x"].data, get_format(activation_format).dequantize(x, torch.bfloat16))
+    assert call["gather"]
+    if activation_format == "nvfp4":
+        # BF16 holds the elements times their block scales exactly; the row's scale goes beside them.
+        exact = get_format("nvfp4").dequantize_reference(replace(x, global_scale=torch.ones(1)))
+        assert torch.equal(call["x"].data.float(), exact) and torch.equal(call["x"].global_scale, x.global_scale)
+    else:
+        assert torch.equal(call["x"].data, get_format(activation_format).dequantize(x, torch.bfloat16))
     in_kernel = activation_format in ("bf16", "mxfp8")
     assert call["out"] == (torch.bfloat16 if in_kernel else torch.float32)
     assert call["output"] == (activation_format if in_kernel else None)
     assert got.format == ("bf16" if in_kernel else activation_format)
-    rows = call["x"].data.double()
+    rows = get_format(activation_format).dequantize_reference(x).double()
     for e in range(EXPERTS):
         gate, up = (torch.from_numpy(values(weights, e, p)) for p in range(2))
         for row in range(int(index.offsets[e]), int(index.offsets[e + 1])):
             token = rows[int(index.slots[row])]
             full = ACTIVATION(gate @ token, up @ token).numpy()
             expected = torch.from_numpy(rounded(activation_format, full))
-            q = QuantizedTensor(
-                got.format, got.data[row : row + 1], None if got.scale is None else got.scale[row : row + 1], None, N
-            )
+            scales = (None if s is None else s[row : row + 1] for s in (got.scale, got.global_scale))
+            q = QuantizedTensor(got.format, got.data[row : row + 1], *scales, N)
             # FP32 between the product and the rounding may send a value to the neighbouring code.
-            limit = 4e-3 if activation_format in ("bf16", "fp8", "mxfp8") else 5e-2
+            limit = 4e-3 if activation_format in ("bf16", "mxfp8") else 5e-2
             assert relative_error(get_format(got.format).dequantize(q)[0], expected) < limit
 
 
 @pytest.mark.parametrize("weight_format", PACKED_FORMATS)
-@pytest.mark.parametrize("row_format", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("row_format", ["bf16", "mxfp4", "nvfp4"])
 def test_fc2(kernel: Kernel, weight_format: str, row_format: str) -> None:
     """The rows of FC1: BF16 (of MXFP8 values, too), or in a format that is widened first."""
     weights, (_, index) = draw(weight_format, 1), operands("bf16")
@@ -209,10 +218,11 @@ def test_operands_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("weights", "activations", "name"), [
-    *[(w, a, "sm90-low-bit") for w in PACKED_FORMATS for a in ("bf16", "mxfp8", "fp8", "mxfp4")],
+    *[(w, a, "sm90-low-bit") for w in PACKED_FORMATS for a in ("bf16", "mxfp8", "mxfp4", "nvfp4")],
     ("bf16", "bf16", "sm90"), ("fp8_128x128", "fp8", "sm90"),
     ("fp8_32x32", "bf16", "sm90-widened"), ("fp8_128x128", "bf16", "sm90-widened"), ("bf16", "mxfp8", "sm90-widened"),
-    ("nvfp4", "nvfp4", "reference"), ("mxfp4", "fp32", "reference"),
+    ("mxfp4", "fp8", "reference"), ("fp8_32x32", "fp8", "reference"), ("bf16", "nvfp4", "reference"),
+    ("mxfp4", "fp32", "reference"),
 ])  # fmt: skip
 def test_choice_on_hopper(weights: str, activations: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "architecture", lambda device: "sm_90a")
@@ -223,7 +233,8 @@ def test_choice_on_hopper(weights: str, activations: str, name: str, monkeypatch
 
 
 def test_layout_of_what_the_weights_imply(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MXFP4 weights imply MXFP8 rows, for which there are kernels; NVFP4 ones NVFP4 rows, which PyTorch multiplies."""
+    """MXFP4 weights imply MXFP8 rows, NVFP4 ones NVFP4 rows; FP8 rows are for FP8 weights."""
     monkeypatch.setattr(backends, "architecture", lambda device: "sm_90a")
     assert backends.select_layout("cpu", None, "mxfp4", 2, 96, 160) == RegisterTiles("mxfp4", 2, 96, 160)
-    assert backends.select_layout("cpu", None, "nvfp4", 2, 96, 160) is None
+    assert backends.select_layout("cpu", None, "nvfp4", 2, 96, 160) == RegisterTiles("nvfp4", 2, 96, 160)
+    assert backends.select_layout("cpu", "fp8", "mxfp4", 2, 96, 160) is None

@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 NATIVE = ("bf16", "fp8_128x128")
-LOW_BIT = ("mxfp4", "int4", "mxfp8")
+LOW_BIT = ("mxfp4", "int4", "mxfp8", "nvfp4")
 WIDENED = ("fp8_32x32", "fp8_128x128_ue8m0")
 BACKENDS = (
     dict.fromkeys(NATIVE, "sm90") | dict.fromkeys(LOW_BIT, "sm90-low-bit") | dict.fromkeys(WIDENED, "sm90-widened")

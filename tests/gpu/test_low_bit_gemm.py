@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,23 @@ def test_extreme_scales(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1e-30 < truth.abs().max() < 3e38
         for tokens in (8, 64):
             assert rel_l2(problem.run(monkeypatch, tokens), truth) < 1e-5, (scales, tokens)
+
+
+@pytest.mark.parametrize("parts", [2, 1])
+def test_factors_of_tokens(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of x has an FP32 factor, found through the slot list; or all have one."""
+    problem = Problem("nvfp4", RAGGED, parts, 256, 512)
+    truth_of = {}
+    for kind in ("rows", "one"):
+        rows = problem.x.data.shape[0]
+        factors = torch.rand(rows, 3, device="cuda")[:, 1:2] + 0.5 if kind == "rows" else torch.full((1,), 0.3).cuda()
+        exact = problem.x
+        problem.x = replace(exact, data=exact.data.double() * factors)
+        truth_of[kind] = problem.truth()
+        problem.x = replace(exact, global_scale=factors)
+        for tokens in (8, 16, 64, 128):
+            assert rel_l2(problem.run(monkeypatch, tokens), truth_of[kind]) < 1e-5, (kind, tokens)
+        problem.x = exact
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 128])
