@@ -1,4 +1,7 @@
-"""Fence and Sentinel between processes, a GPU each: real symmetric memory, peers that die, layers over it."""
+"""Fence and Sentinel between processes, a GPU each: real symmetric memory, peers that die, layers over it.
+
+With one GPU the processes share it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ from one_sided_check import byte_rows
 from token_pool import LAYERS, PoolOnDevice, TokenPool, Windows
 
 from moe_layer import ExpertParallel, MoELayer
+from moe_layer.comm import create_channel
+from moe_layer.comm.feasible import OVERLAPPING
 from moe_layer.errors import CommunicationError, CommunicationTimeoutError, RankMismatchError
 
 GPUS = torch.cuda.device_count()
@@ -54,7 +59,7 @@ def sharing_allowed() -> Iterator[None]:
     """Before any process starts, since they inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         if SHARED:
-            patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            patch.setenv(OVERLAPPING, "1")
         yield
 
 
@@ -273,8 +278,7 @@ TIMEOUT_S = 1.5
 def test_killed_peers(compiled: None) -> None:
     """Processes 2i and 2i + 1 are a group of their own, on different GPUs where there are two; the second is killed.
 
-    A survivor for each death: in PyTorch before the fix of pytorch#196082 two processes can share memory only if each
-    has done so as often before.
+    A survivor for each death, so that none meets what another death left behind.
     """
     size = 2 * len(DEATHS)
     with RankPool(size, "gloo") as pool:
@@ -395,7 +399,7 @@ def test_layers_are_the_collective_ones(pool: RankPool, kernel_pool: KernelPool)
     start = time.monotonic()
     missing = compile_whole_layers(kernel_pool, list(LAYER_OPTIONS.values()), TOKENS, STEPS)
     print(f"compiled in {time.monotonic() - start:.1f} s {missing}", file=sys.stderr, flush=True)
-    pool.run(compare_layers, EP_SIZE, ["fence", "sentinel", "one-sided"], secrets.randbits(31), timeout_s=240)
+    pool.run(compare_layers, EP_SIZE, ["fence", "sentinel", "auto"], secrets.randbits(31), timeout_s=240)
 
 
 def compare_layers(ranks: Ranks, protocols: list[str], seed: int) -> None:
@@ -410,6 +414,7 @@ def compare_layers(ranks: Ranks, protocols: list[str], seed: int) -> None:
             layers = []
             for name, options in LAYER_OPTIONS.values():
                 layers.append(fill(MoELayer(config(name), ep, device=device, **options), seed))
+                assert layers[-1].comm.protocol == ("collective" if protocol == "collective" else "one-sided")
             outputs[protocol] = []
             for repeat, t_hat in enumerate(STEPS):
                 for layer in layers:
@@ -430,10 +435,74 @@ def compare_layers(ranks: Ranks, protocols: list[str], seed: int) -> None:
             )
 
 
+# --- which transport, and which group ---------------------------------------------------------------------------------
+def test_auto(pool: RankPool) -> None:
+    """One-sided where every rank can; collective on every rank as soon as one says no."""
+    assert pool.run(take_auto, EP_SIZE) == [["OneSidedChannel", "CollectiveChannel"]] * EP_SIZE
+
+
+def take_auto(ranks: Ranks) -> list[str]:
+    device = gpu_of(ranks.rank)
+    torch.cuda.set_device(device)
+    taken = []
+    for last in (device, torch.device("cpu")):
+        place = last if ranks.rank == ranks.ep_size - 1 else device
+        channel = create_channel(ranks.group, max_tokens_per_rank=MAX_TOKENS, device=place)
+        taken.append(type(channel).__name__)
+        channel.destroy()
+    return taken
+
+
+@pytest.mark.skipif(not SHARED, reason="several GPUs: no process has to share one")
+def test_auto_with_a_shared_gpu(pool: RankPool) -> None:
+    """Not by itself, nor if only some ranks allow it."""
+    assert pool.run(take_auto_with_a_shared_gpu, EP_SIZE) == ["CollectiveChannel"] * EP_SIZE
+
+
+def take_auto_with_a_shared_gpu(ranks: Ranks) -> str:
+    torch.cuda.set_device(gpu_of(ranks.rank))
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.delenv(OVERLAPPING)
+        channel = create_channel(ranks.group, max_tokens_per_rank=MAX_TOKENS)
+    channel.destroy()
+    return type(channel).__name__
+
+
+def test_groups_that_overlap(kernel_pool: KernelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that have shared memory before, in groups that others were not in, share it again: pytorch#196082."""
+    monkeypatch.setenv(OVERLAPPING, "1")
+    for ep_size in (2, 3):
+        compile_layers(kernel_pool, ep_size, list(LAYERS.values()))
+    with RankPool(3, "gloo") as pool:
+        pool.run(run_overlapping_groups, 3, secrets.randbits(31), timeout_s=120)
+
+
+def run_overlapping_groups(ranks: Ranks, seed: int) -> None:
+    members = [(0, 1), (0, 1, 2), (1, 2)]
+    groups = [ranks.new_group(each) for each in members]
+    sides = []
+    for number, (group, each) in enumerate(zip(groups, members)):
+        if ranks.rank in each:
+            # A wait for peers that look elsewhere would end with the rendezvous' time-out, and an error.
+            side = Side(group, gpu_of(ranks.rank), "auto", seed + number, timeout_s=30)
+            side.run([("even", side.full(2)), ("odd", side.full(20))])
+            side.check()
+            sides.append(side)
+        dist.barrier(ranks.group)
+    # All three are in use at once, and none sees what is written for another.
+    for n in range(3):
+        for side in sides:
+            side.run([("odd", side.full(3, first=n)), ("even", side.full(20, first=n))])
+    for side in sides:
+        side.check()
+        side.channel.destroy()
+
+
 # --- more processes than GPUs -----------------------------------------------------------------------------------------
 def test_processes_that_share_a_gpu(kernel_pool: KernelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow, since the processes take turns on a GPU, but right."""
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv(OVERLAPPING, "1")
     compile_layers(kernel_pool, 3, list(LAYERS.values()))
     with RankPool(3, "gloo") as pool:
         pool.run(run_on_shared_gpus, 3, secrets.randbits(31), timeout_s=90)
