@@ -13,6 +13,7 @@ import torch
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.register_tiles import RegisterTiles
+from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.quant import QuantizedTensor
 
@@ -33,6 +34,21 @@ class ComputeBackend(ABC):
             rows, columns: N and K of a part.
         """
         return None
+
+    def grouped_specs(
+        self, gate_up: ExpertWeights, down: ExpertWeights, rows: int, activation: Activation, activation_format: str
+    ) -> list[GroupedSpec]:
+        """The grouped GEMMs that :meth:`fc1` and :meth:`fc2` launch for these weights; none by default.
+
+        What is compiled ahead of time: the stages themselves choose by the same functions.
+
+        Args:
+            gate_up, down: on any device, the meta device too.
+            rows: as :attr:`ExpertIndex.expected_rows`.
+            activation: between both.
+            activation_format: of what FC1 takes and gives.
+        """
+        return []
 
     @abstractmethod
     def build_index(

@@ -24,6 +24,7 @@ from moe_layer.gemm import reference, sm90_backend
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.gemm.widened import WidenedBackend, quantize_rows, widen_rows
 from moe_layer.quant import QuantizedTensor
@@ -32,6 +33,8 @@ from moe_layer.quant import QuantizedTensor
 VECTOR = 8
 # FC1's output formats that the kernel gives itself, and what it then writes: BF16 rows of that format's values.
 KERNEL_OUTPUTS = ("bf16", "mxfp8")
+# Activations whose rows have a factor each beside their BF16 values.
+FACTORED = "nvfp4"
 
 
 class LowBitBackend(WidenedBackend):
@@ -48,6 +51,17 @@ class LowBitBackend(WidenedBackend):
             return None
         return RegisterTiles(weight_format, parts, rows, columns)
 
+    def grouped_specs(
+        self, gate_up: ExpertWeights, down: ExpertWeights, rows: int, activation: Activation, activation_format: str
+    ) -> list[GroupedSpec]:
+        """As :meth:`ComputeBackend.grouped_specs`. Layers pack all weights that the kernels can address."""
+        specs = []
+        if gate_up.packed is not None and sm90_backend.whole_vectors(gate_up):
+            specs.append(fc1_spec(gate_up, rows, activation, activation_format, activation_format))
+        if down.packed is not None and sm90_backend.whole_vectors(down):
+            specs.append(fc2_spec(down, rows, result_format(activation_format)))
+        return specs
+
     def fc1(
         self,
         x: QuantizedTensor,
@@ -63,13 +77,12 @@ class LowBitBackend(WidenedBackend):
         if weights.packed is None or not sm90_backend.served(rows, weights):
             other = self._reference.fc1 if x.format == "nvfp4" else super().fc1
             return other(x, weights, index, activation, output_format, output_global_scale=output_global_scale)
-        in_kernel = output_format in KERNEL_OUTPUTS
-        dtype = torch.bfloat16 if in_kernel else torch.float32
+        spec = fc1_spec(weights, sm90_backend.expected_rows(index), activation, x.format, output_format)
+        dtype = sm90_backend.OUTPUT_DTYPES[spec.out]
         h = torch.empty(index.slots.numel(), weights.rows, dtype=dtype, device=rows.data.device)
-        output = output_format if in_kernel else None
-        sm90_backend.grouped_gemm(rows, weights, index, h, None, gather=True, activation=activation, output=output)
-        if in_kernel:
-            return QuantizedTensor("bf16", h, None, None, weights.rows)
+        sm90_backend.grouped_gemm(spec, rows, weights, index, h, None)
+        if spec.out == output_format:
+            return QuantizedTensor(result_format(output_format), h, None, None, weights.rows)
         return quantize_rows(h, output_format, index, output_global_scale)
 
     def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
@@ -79,9 +92,29 @@ class LowBitBackend(WidenedBackend):
         if weights.packed is None or not sm90_backend.served(rows, weights):
             other = self._reference.fc2 if h.format == "nvfp4" else super().fc2
             return other(h, weights, index)
-        out = torch.empty(rows.data.shape[0], weights.rows, dtype=torch.bfloat16, device=rows.data.device)
-        sm90_backend.grouped_gemm(rows, weights, index, out, None, gather=False, activation=None)
+        spec = fc2_spec(weights, sm90_backend.expected_rows(index), h.format)
+        dtype = sm90_backend.OUTPUT_DTYPES[spec.out]
+        out = torch.empty(rows.data.shape[0], weights.rows, dtype=dtype, device=rows.data.device)
+        sm90_backend.grouped_gemm(spec, rows, weights, index, out, None)
         return out
+
+
+def fc1_spec(
+    weights: ExpertWeights, rows: int, activation: Activation, row_format: str, output_format: str
+) -> GroupedSpec:
+    """What FC1 of packed weights launches for ``rows`` expected rows, given in ``row_format``."""
+    out = output_format if output_format in KERNEL_OUTPUTS else "fp32"
+    return sm90_backend.grouped_spec(weights, rows, out, activation=activation, token_factors=row_format == FACTORED)
+
+
+def fc2_spec(weights: ExpertWeights, rows: int, row_format: str) -> GroupedSpec:
+    """What FC2 of packed weights launches for ``rows`` expected rows, given in ``row_format``; BF16 rows."""
+    return sm90_backend.grouped_spec(weights, rows, "bf16", activation=None, token_factors=row_format == FACTORED)
+
+
+def result_format(output_format: str) -> str:
+    """Of FC1's rows, asked for in ``output_format``: what the kernel rounds to that lies in BF16."""
+    return "bf16" if output_format in KERNEL_OUTPUTS else output_format
 
 
 @cache
@@ -91,7 +124,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def rows_and_factors(x: QuantizedTensor) -> QuantizedTensor:
     """Activations as BF16 rows; of NVFP4 without its second-level scale, which becomes the rows' own."""
-    if x.format != "nvfp4":
+    if x.format != FACTORED:
         return widen_rows(x)
     rows = widen_rows(replace(x, global_scale=_one(x.data.device)))
     return replace(rows, global_scale=x.global_scale)

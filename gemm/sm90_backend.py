@@ -31,12 +31,13 @@ ARCH = "sm_90a"
 # Registry names → operand types of the kernels.
 WEIGHT_DTYPES = {"bf16": "bf16", "fp8_128x128": "fp8"}
 ACTIVATION_DTYPES = {"bf16": "bf16", "fp8": "fp8"}
-# FC1's output by operand type; FP32 is for whoever quantizes it further.
+# FC1's outputs by operand type; FP32 is for whoever quantizes it further.
+FC1_OUTPUTS = {"bf16": ("bf16", "fp32"), "fp8": ("fp8",)}
+# By GroupedSpec.out.
 OUTPUT_DTYPES = {
-    "bf16": {"bf16": torch.bfloat16, "fp32": torch.float32},
-    "fp8": {"fp8": torch.float8_e4m3fn},
-}
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
+    "bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+OPERAND_BYTES = {"bf16": 2, "fp8": 1}
 VECTOR_BYTES = 16
 
 
@@ -47,6 +48,16 @@ class Sm90Backend(ComputeBackend):
 
     def __init__(self) -> None:
         self._reference = reference.ReferenceBackend()
+
+    def grouped_specs(
+        self, gate_up: ExpertWeights, down: ExpertWeights, rows: int, activation: Activation, activation_format: str
+    ) -> list[GroupedSpec]:
+        specs = []
+        if whole_vectors(gate_up):
+            specs.append(fc1_spec(gate_up, rows, activation, activation_format))
+        if whole_vectors(down):
+            specs.append(fc2_spec(down, rows))
+        return specs
 
     def build_index(
         self,
@@ -72,19 +83,17 @@ class Sm90Backend(ComputeBackend):
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
         check_operands("fc1", x, weights, index, parts=2)
-        dtype = OUTPUT_DTYPES[WEIGHT_DTYPES[weights.format]].get(output_format)
-        if dtype is None:
-            raise TensorError(f"fc1: {weights.format} weights give no {output_format} rows here")
+        spec = fc1_spec(weights, expected_rows(index), activation, output_format)
         if not served(x, weights):
             return self._reference.fc1(
                 x, weights, index, activation, output_format, output_global_scale=output_global_scale
             )
         capacity, device = index.slots.numel(), x.data.device
-        data = torch.empty(capacity, weights.rows, dtype=dtype, device=device)
+        data = torch.empty(capacity, weights.rows, dtype=OUTPUT_DTYPES[spec.out], device=device)
         scale = None
-        if output_format == "fp8":
+        if spec.out == "fp8":
             scale = torch.empty(capacity, -(-weights.rows // SCALE_BLOCK), dtype=torch.float32, device=device)
-        grouped_gemm(x, weights, index, data, scale, gather=True, activation=activation)
+        grouped_gemm(spec, x, weights, index, data, scale)
         return QuantizedTensor(output_format, data, scale, None, weights.rows)
 
     def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
@@ -92,8 +101,9 @@ class Sm90Backend(ComputeBackend):
         check_operands("fc2", h, weights, index, parts=1)
         if not served(h, weights):
             return self._reference.fc2(h, weights, index)
-        out = torch.empty(h.data.shape[0], weights.rows, dtype=torch.bfloat16, device=h.data.device)
-        grouped_gemm(h, weights, index, out, None, gather=False, activation=None)
+        spec = fc2_spec(weights, expected_rows(index))
+        out = torch.empty(h.data.shape[0], weights.rows, dtype=OUTPUT_DTYPES[spec.out], device=h.data.device)
+        grouped_gemm(spec, h, weights, index, out, None)
         return out
 
     def finalize(
@@ -119,13 +129,21 @@ def check_operands(stage: str, x: QuantizedTensor, weights: ExpertWeights, index
         raise TensorError(f"{stage}: scales must have contiguous rows, got strides {x.scale.stride()}")
 
 
+def operand_type(weights: ExpertWeights) -> str:
+    """Of the products: ``"bf16"`` or ``"fp8"``."""
+    return "bf16" if weights.packed is not None else WEIGHT_DTYPES[weights.format]
+
+
+def whole_vectors(weights: ExpertWeights) -> bool:
+    """Whether there are experts, whose rows and results are whole 16-byte vectors."""
+    vector = VECTOR_BYTES // OPERAND_BYTES[operand_type(weights)]
+    return weights.num_local_experts > 0 and weights.rows % vector == 0 and weights.columns % vector == 0
+
+
 def served(x: QuantizedTensor, weights: ExpertWeights) -> bool:
     """Whether the kernels can address the operands: whole 16-byte vectors everywhere."""
-    size = x.data.element_size()
-    vector = VECTOR_BYTES // size
-    widths = weights.rows % max(vector, 8) == 0 and weights.columns % vector == 0
-    aligned = x.data.data_ptr() % VECTOR_BYTES == 0 and (x.data.stride(0) * size) % VECTOR_BYTES == 0
-    if not (widths and aligned and weights.num_local_experts > 0):
+    aligned = x.data.data_ptr() % VECTOR_BYTES == 0 and x.data.stride(0) * x.data.element_size() % VECTOR_BYTES == 0
+    if not (aligned and whole_vectors(weights)):
         _warn_unserved(weights.rows, weights.columns, weights.format)
         return False
     return True
@@ -141,53 +159,63 @@ def _warn_unserved(n: int, k: int, weight_format: str) -> None:
     )
 
 
+def expected_rows(index: ExpertIndex) -> int:
+    """By which tiles are chosen: as many as there can be, if nobody knows better."""
+    return index.slots.numel() if index.expected_rows is None else index.expected_rows
+
+
+def fc1_spec(weights: ExpertWeights, rows: int, activation: Activation, output_format: str) -> GroupedSpec:
+    """What FC1 of weights that are not packed launches for ``rows`` expected rows.
+
+    Raises:
+        TensorError: no kernel gives rows of that format.
+    """
+    if output_format not in FC1_OUTPUTS[operand_type(weights)]:
+        raise TensorError(f"fc1: {weights.format} weights give no {output_format} rows here")
+    return grouped_spec(weights, rows, output_format, activation=activation)
+
+
+def fc2_spec(weights: ExpertWeights, rows: int) -> GroupedSpec:
+    """What FC2 of weights that are not packed launches for ``rows`` expected rows; BF16 rows."""
+    return grouped_spec(weights, rows, "bf16", activation=None)
+
+
 def grouped_spec(
-    x: QuantizedTensor,
-    weights: ExpertWeights,
-    index: ExpertIndex,
-    out: torch.dtype,
-    *,
-    gather: bool,
-    activation: Activation | None,
-    output: str | None = None,
+    weights: ExpertWeights, rows: int, out: str, *, activation: Activation | None, token_factors: bool = False
 ) -> GroupedSpec:
-    """What :func:`grouped_gemm` launches for these operands."""
-    low_bit = weights.format if weights.packed is not None else ""
-    dtype = "bf16" if low_bit else WEIGHT_DTYPES[weights.format]
-    rows = index.slots.numel() if index.expected_rows is None else index.expected_rows
+    """The kernel for ``rows`` expected rows and these weights, which lie anywhere, the meta device too.
+
+    Args:
+        out, token_factors: as :class:`GroupedSpec` has them.
+        activation: makes it FC1, which gathers its rows; None: FC2.
+    """
+    low_bit, dtype = weights.format if weights.packed is not None else "", operand_type(weights)
     tile = choose_tile(ARCH, low_bit or dtype, rows, weights.num_local_experts)
     return GroupedSpec(
-        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, output or DTYPE_NAMES[out],
-        tile.tokens, gather, activation, tile.cluster, weights=low_bit,
-        token_factors=bool(low_bit) and x.global_scale is not None,
+        weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, out, tile.tokens,
+        activation is not None, activation, tile.cluster, weights=low_bit, token_factors=token_factors,
     )  # fmt: skip
 
 
 def grouped_gemm(
+    spec: GroupedSpec,
     x: QuantizedTensor,
     weights: ExpertWeights,
     index: ExpertIndex,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
-    *,
-    gather: bool,
-    activation: Activation | None,
-    output: str | None = None,
 ) -> None:
     """Launch one grouped GEMM on the current stream.
 
     Packed weights take BF16 rows, which may have an FP32 factor each, or one in common, as their global scale.
 
     Args:
-        x: ``[S, K]`` read through ``index.slots`` (``gather``), or ``[rows, K]`` in order.
-        out: ``[≥ rows, N]`` BF16 or FP32, or FP8 with FP8 operands; rows past ``index.offsets[-1]`` are left as they
-            are.
+        spec: of :func:`grouped_spec` for these weights.
+        x: ``[S, K]`` read through ``index.slots`` (``spec.gather``), or ``[rows, K]`` in order.
+        out: ``[≥ rows, N]`` of ``OUTPUT_DTYPES[spec.out]``; rows past ``index.offsets[-1]`` are left as they are.
         out_scale: ``[≥ rows, ⌈N/128⌉]`` fp32 for FP8 output, else None.
-        activation: for weights of two parts, or None.
-        output: ``"mxfp8"``: BF16 rows of MXFP8's values (packed weights); None: as ``out``'s dtype.
     """
-    spec = grouped_spec(x, weights, index, out.dtype, gather=gather, activation=activation, output=output)
-    kernel: Callable[..., None] = _kernel(spec)
+    kernel = grouped_kernel(spec)
     w_scale = weights.factor if spec.weights else weights.scale
     x_scale = x.global_scale if spec.token_factors else x.scale
     # One factor for all rows is one that is read again and again.
@@ -205,7 +233,8 @@ def grouped_gemm(
 
 
 @cache
-def _kernel(spec: GroupedSpec) -> Callable[..., None]:
+def grouped_kernel(spec: GroupedSpec) -> Callable[..., None]:
+    """The compiled launch function, from memory, disk or the compiler."""
     from moe_layer.gemm import sm90_grouped
 
     return get_kernel(sm90_grouped.grouped_gemm, spec, sm90_grouped.SIGNATURE, ARCH)

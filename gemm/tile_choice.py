@@ -7,6 +7,7 @@ come from memory once all the same: a tile too small costs a little, one too lar
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,5 +60,15 @@ def choose_tile(arch: str, dtype: str, rows: int, experts: int) -> Tile:
 
 
 def all_tiles(arch: str, dtype: str) -> tuple[Tile, ...]:
-    """Every tile that :func:`choose_tile` may return: what to compile ahead."""
+    """Every tile that :func:`choose_tile` may return."""
     return tuple(dict.fromkeys(tile for _, tile in _table(arch, dtype)))
+
+
+def telling_rows(arch: str, rows: int, experts: int) -> list[int]:
+    """Few numbers of rows that get every tile which 0 … ``rows`` rows over ``experts`` experts get, of any operands.
+
+    They are the last ones of the tables' entries; an architecture without a table has ``rows`` alone.
+    """
+    entries = [entry for table in json.loads(TABLE.read_text()).get(arch, {}).values() for entry in table]
+    limits = {entry["up_to"] for entry in entries} - {None}
+    return sorted({min(rows, math.floor(limit * experts)) for limit in limits} | {rows})

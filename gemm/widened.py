@@ -17,10 +17,12 @@ from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.sm90_backend import Sm90Backend
+from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.quant import QuantizedTensor, get_format
 
 logger = logging.getLogger(__name__)
+FC1_OUTPUT = "fp32"  # quantized afterwards
 
 
 class WidenedBackend(ComputeBackend):
@@ -32,6 +34,12 @@ class WidenedBackend(ComputeBackend):
         self._kernels = Sm90Backend()
         # By the identity of the tensor that holds the original; an entry dies with it.
         self._widened: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def grouped_specs(
+        self, gate_up: ExpertWeights, down: ExpertWeights, rows: int, activation: Activation, activation_format: str
+    ) -> list[GroupedSpec]:
+        gate_up, down = (bf16_weights(weights, torch.device("meta")) for weights in (gate_up, down))
+        return self._kernels.grouped_specs(gate_up, down, rows, activation, FC1_OUTPUT)
 
     def build_index(
         self,
@@ -53,7 +61,7 @@ class WidenedBackend(ComputeBackend):
         *,
         output_global_scale: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        h = self._kernels.fc1(widen_rows(x), self._wide(weights), index, activation, "fp32").data
+        h = self._kernels.fc1(widen_rows(x), self._wide(weights), index, activation, FC1_OUTPUT).data
         return quantize_rows(h, output_format, index, output_global_scale)
 
     def fc2(self, h: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex) -> torch.Tensor:
@@ -107,10 +115,14 @@ def quantize_rows(
 
 def widen_weights(weights: ExpertWeights) -> ExpertWeights:
     """Weights as BF16, one part of one expert at a time."""
-    fmt = get_format(weights.format)
-    shape = (weights.num_local_experts, weights.parts, weights.rows, weights.columns)
-    data = torch.empty(shape, dtype=torch.bfloat16, device=weights.storage.device)
+    fmt, wide = get_format(weights.format), bf16_weights(weights, weights.storage.device)
     for expert in range(weights.num_local_experts):
         for part in range(weights.parts):
-            data[expert, part] = fmt.dequantize(weights.expert(expert, part), torch.bfloat16)
-    return ExpertWeights("bf16", data, None, None, weights.columns)
+            wide.data[expert, part] = fmt.dequantize(weights.expert(expert, part), torch.bfloat16)
+    return wide
+
+
+def bf16_weights(like: ExpertWeights, device: torch.device) -> ExpertWeights:
+    """Room for as many BF16 weights as ``like`` has."""
+    shape = (like.num_local_experts, like.parts, like.rows, like.columns)
+    return ExpertWeights("bf16", torch.empty(shape, dtype=torch.bfloat16, device=device), None, None, like.columns)

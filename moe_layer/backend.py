@@ -120,7 +120,11 @@ def select_backend(device: torch.device | str | None, weight_format: str, activa
     Raises:
         UnsupportedDeviceError: the device is not there; the message says what would run instead.
     """
-    arch = architecture(resolve_device(device))
+    return backend_of(architecture(resolve_device(device)), weight_format, activation_format)
+
+
+def backend_of(arch: str | None, weight_format: str, activation_format: str) -> ComputeBackend:
+    """As :func:`select_backend`, for any architecture, here or not; None: the CPU."""
     for entry in _KERNELS:
         if entry.arch == arch and weight_format in entry.weights and activation_format in entry.activations:
             return entry.load()

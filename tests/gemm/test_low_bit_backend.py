@@ -22,6 +22,7 @@ from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.low_bit_backend import LowBitBackend
 from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.gemm.weights import ExpertWeights, pack
 from moe_layer.gemm.widened import WidenedBackend
 from moe_layer.quant import QuantizedTensor, get_format
@@ -57,11 +58,14 @@ class Kernel:
         self.calls: list[dict[str, Any]] = []
 
     def __call__(
-        self, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, out: torch.Tensor,
-        out_scale: torch.Tensor | None, *, gather: bool, activation: Activation | None, output: str | None = None,
+        self, spec: GroupedSpec, x: QuantizedTensor, weights: ExpertWeights, index: ExpertIndex, out: torch.Tensor,
+        out_scale: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self.calls.append({"x": x, "weights": weights, "out": out.dtype, "gather": gather, "output": output})
+        self.calls.append({"spec": spec, "x": x, "weights": weights, "out": out.dtype})
         assert x.format == "bf16" and x.data.dtype == torch.bfloat16 and out_scale is None
+        assert spec.weights == weights.format and spec.dtype == "bf16" and spec.parts == weights.parts
+        assert (spec.experts, spec.n, spec.k) == (weights.num_local_experts, weights.rows, weights.columns)
+        assert spec.token_factors == (x.global_scale is not None)
         assert weights.packed is not None and weights.packed.is_contiguous() and weights.factor is not None
         out.fill_(torch.nan)
         offsets = index.offsets.tolist()
@@ -69,13 +73,13 @@ class Kernel:
             w = products(weights.format, weights.parts, weights.rows, weights.columns, weights.packed[e].numpy())
             w = torch.from_numpy(w * weights.factor[e].double().numpy()[:, None, None])
             for row in range(offsets[e], offsets[e + 1]):
-                at = int(index.slots[row]) if gather else row
+                at = int(index.slots[row]) if spec.gather else row
                 token = x.data[at].double()
                 if x.global_scale is not None:
                     token = token * x.global_scale[at].double()
                 sums = [w[part] @ token for part in range(weights.parts)]
-                y = sums[0] if activation is None else activation(*sums)
-                if output == "mxfp8":
+                y = sums[0] if spec.activation is None else spec.activation(*sums)
+                if spec.out == "mxfp8":
                     y = torch.from_numpy(rounded("mxfp8", y.numpy()))
                 out[row] = y.to(out.dtype)
 
@@ -105,7 +109,7 @@ def test_fc1(kernel: Kernel, weight_format: str, activation_format: str) -> None
     weights, (x, index) = draw(weight_format, 2), operands(activation_format)
     got = LowBitBackend().fc1(x, packed(weights), index, ACTIVATION, activation_format)
     (call,) = kernel.calls
-    assert call["gather"]
+    assert call["spec"].gather and call["spec"].activation == ACTIVATION
     if activation_format == "nvfp4":
         # BF16 holds the elements times their block scales exactly; the row's scale goes beside them.
         exact = get_format("nvfp4").dequantize_reference(replace(x, global_scale=torch.ones(1)))
@@ -114,7 +118,7 @@ def test_fc1(kernel: Kernel, weight_format: str, activation_format: str) -> None
         assert torch.equal(call["x"].data, get_format(activation_format).dequantize(x, torch.bfloat16))
     in_kernel = activation_format in ("bf16", "mxfp8")
     assert call["out"] == (torch.bfloat16 if in_kernel else torch.float32)
-    assert call["output"] == (activation_format if in_kernel else None)
+    assert call["spec"].out == (activation_format if in_kernel else "fp32")
     assert got.format == ("bf16" if in_kernel else activation_format)
     rows = get_format(activation_format).dequantize_reference(x).double()
     for e in range(EXPERTS):
@@ -138,7 +142,7 @@ def test_fc2(kernel: Kernel, weight_format: str, row_format: str) -> None:
     h = get_format(row_format).quantize(torch.randn(TOKENS * TOP_K, K).bfloat16())
     got = LowBitBackend().fc2(h, packed(weights), index)
     (call,) = kernel.calls
-    assert not call["gather"] and call["output"] is None and got.dtype == torch.bfloat16
+    assert not call["spec"].gather and call["spec"].out == "bf16" and got.dtype == torch.bfloat16
     rows = get_format(row_format).dequantize(h).double()
     for e in range(EXPERTS):
         w = torch.from_numpy(values(weights, e, 0))

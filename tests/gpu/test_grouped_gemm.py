@@ -92,15 +92,10 @@ def run(problem: Problem, monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]
     out = torch.empty(capacity, problem.n, dtype=dtype, device="cuda")
     out.view(torch.uint8).fill_(0xFF)
     scale = torch.full((capacity, -(-problem.n // 128)), torch.nan, device="cuda") if fp8 else None
-    sm90_backend.grouped_gemm(
-        problem.x,
-        problem.weights,
-        problem.index,
-        out,
-        scale,
-        gather=two,
-        activation=problem.activation if two else None,
+    spec = sm90_backend.grouped_spec(
+        problem.weights, capacity, "fp8" if fp8 else "bf16", activation=problem.activation if two else None
     )
+    sm90_backend.grouped_gemm(spec, problem.x, problem.weights, problem.index, out, scale)
     assert (out[rows:].view(torch.uint8) == 0xFF).all() and (scale is None or scale[rows:].isnan().all())
     cut = None if scale is None else scale[:rows]
     return QuantizedTensor("fp8" if fp8 else "bf16", out[:rows], cut, None, problem.n)
@@ -174,9 +169,9 @@ def test_graph_replays_follow_the_offsets(monkeypatch: pytest.MonkeyPatch) -> No
     out = torch.empty(problem.index.slots.numel(), 256, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sm90_backend.grouped_gemm(
-            problem.x, problem.weights, problem.index, out, None, gather=True, activation=problem.activation
-        )
+        rows = problem.index.slots.numel()
+        spec = sm90_backend.grouped_spec(problem.weights, rows, "bf16", activation=problem.activation)
+        sm90_backend.grouped_gemm(spec, problem.x, problem.weights, problem.index, out, None)
     for counts in ((40, 0, 90), (0, 130, 0), (1, 1, 1)):
         problem.counts = counts
         offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)

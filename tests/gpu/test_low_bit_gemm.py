@@ -106,10 +106,11 @@ class Problem:
         monkeypatch.setattr(sm90_backend, "choose_tile", lambda *_: Tile(tokens, 1))
         dtype = torch.float32 if output == "fp32" else torch.bfloat16
         out = torch.full((self.capacity, self.n), torch.nan, dtype=dtype, device="cuda")
-        sm90_backend.grouped_gemm(
-            self.x, self.weights, self.index, out, None,
-            gather=self.parts == 2, activation=SWIGLU if self.parts == 2 else None, output=output,
+        spec = sm90_backend.grouped_spec(
+            self.weights, self.capacity, output, activation=SWIGLU if self.parts == 2 else None,
+            token_factors=self.x.global_scale is not None,
         )  # fmt: skip
+        sm90_backend.grouped_gemm(spec, self.x, self.weights, self.index, out, None)
         rows = sum(self.counts)
         assert out[rows:].isnan().all()
         return out[:rows]
