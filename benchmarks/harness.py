@@ -23,8 +23,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -96,6 +97,13 @@ class Timing:
     flush_us: float | None = None
     phases_us: dict[str, float] | None = field(default=None)
 
+    def as_results(self) -> dict[str, Any]:
+        """What a result line has of it: ``us`` for the step, ``phases_us`` only where it is known."""
+        values = asdict(self)
+        if values["phases_us"] is None:
+            del values["phases_us"]
+        return {"us": values.pop("step_us"), **values}
+
 
 def measure(ranks: Ranks, works: Sequence[Work], options: Options) -> Timing:
     """Time the step of ``works``, one for each of ``ranks.local``. Collective; every process gets the same result.
@@ -115,12 +123,12 @@ def run_steps(ranks: Ranks, works: Sequence[Work], count: int) -> None:
     """Untimed steps, phase by phase over the ranks, with fresh inputs and checks."""
     for _ in range(count):
         ranks.synchronize()
-        _each(ranks, works, lambda work: work.refresh(0))
+        each(ranks, works, lambda work: work.refresh(0))
         ranks.synchronize()
         for name in works[0].phases:
-            _each(ranks, works, lambda work, name=name: work.phases[name]())  # type: ignore[misc]
+            each(ranks, works, lambda work, name=name: work.phases[name]())  # type: ignore[misc]
         ranks.synchronize()
-        _each(ranks, works, lambda work: work.check())
+        each(ranks, works, lambda work: work.check())
 
 
 def summarize(
@@ -141,13 +149,13 @@ def slowest(per_process: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     return [max(v for process in per_process for v in process[i]) for i in range(len(per_process[0]))]
 
 
-def _each(ranks: Ranks, works: Sequence[Work], call: Callable[[Work], object]) -> None:
+def each(ranks: Ranks, works: Sequence[Work], call: Callable[[Work], object]) -> None:
     for rank, work in zip(ranks.local, works):
         with rank.active():
             call(work)
 
 
-class _Graph:
+class Graph:
     """One rank's steps in a CUDA graph, with events around the timed ones."""
 
     def __init__(self, rank: LocalRank, step: Call, options: Options) -> None:
@@ -173,7 +181,7 @@ class _Graph:
         return self.start.elapsed_time(self.end) * 1e3
 
 
-def _replay(ranks: Ranks, graphs: Sequence[_Graph]) -> list[float]:
+def replay(ranks: Ranks, graphs: Sequence[Graph]) -> list[float]:
     """Replay together; each local rank's span in µs."""
     ranks.synchronize()
     for graph in graphs:
@@ -193,15 +201,15 @@ def _measure_graphs(ranks: Ranks, works: Sequence[Work], options: Options) -> Ti
         return step
 
     steps = [flushed(f, w) for f, w in zip(flushes, works)] if flushes else [work.step for work in works]
-    graphs = [_Graph(rank, step, options) for rank, step in zip(ranks.local, steps)]
-    flush_graphs = [_Graph(rank, flush, options) for rank, flush in zip(ranks.local, flushes)]
+    graphs = [Graph(rank, step, options) for rank, step in zip(ranks.local, steps)]
+    flush_graphs = [Graph(rank, flush, options) for rank, flush in zip(ranks.local, flushes)]
     spans, flush_spans = [], []
     for repeat in range(options.repeats + 1):
         ranks.synchronize()
-        _each(ranks, works, lambda work: work.refresh(repeat))  # noqa: B023 - called at once
-        span = _replay(ranks, graphs)
-        flush_span = _replay(ranks, flush_graphs) if flush_graphs else [0.0] * len(graphs)
-        _each(ranks, works, lambda work: work.check())
+        each(ranks, works, lambda work: work.refresh(repeat))  # noqa: B023 - called at once
+        span = replay(ranks, graphs)
+        flush_span = replay(ranks, flush_graphs) if flush_graphs else [0.0] * len(graphs)
+        each(ranks, works, lambda work: work.check())
         if repeat:
             spans.append([(a - b) / options.steps for a, b in zip(span, flush_span)])
             flush_spans.append([b / options.steps for b in flush_span])
@@ -276,27 +284,38 @@ def measure_phases(ranks: Ranks, works: Sequence[Work], options: Options) -> dic
     """
     if not ranks.is_cuda or ranks.share_devices:
         raise ConfigError("phases are told apart by kernel records, which need a GPU for each rank")
-    # CUPTI must watch before a graph is captured to record its kernels, and stay.
-    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    with _profiler():
-        ranks.synchronize()
+    watch_kernels(ranks)
     run_steps(ranks, works, EAGER_STEPS)
-    graphs = [_Graph(rank, work.step, options) for rank, work in zip(ranks.local, works)]
+    graphs = [Graph(rank, work.step, options) for rank, work in zip(ranks.local, works)]
     ranks.synchronize()
-    _each(ranks, works, lambda work: work.refresh(1))
-    _replay(ranks, graphs)
-    with _profiler() as profiler:
-        _replay(ranks, graphs)
-    _each(ranks, works, lambda work: work.check())
-    records: dict[int | None, list[KernelRecord]] = {rank.device.index: [] for rank in ranks.local}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_index in records:
-            records[event.device_index].append(KernelRecord(event.name, event.time_range.start, event.time_range.end))
+    each(ranks, works, lambda work: work.refresh(1))
+    replay(ranks, graphs)
+    records = kernel_records(ranks, lambda: replay(ranks, graphs))
+    each(ranks, works, lambda work: work.check())
     names = list(works[0].phases)
     own = [split_phases(kernels, names, options.steps) for kernels in records.values()]
     every = [phases for process in ranks.gather(own) for phases in process]
     return {name: statistics.fmean(phases[name] for phases in every) for name in names}
+
+
+def watch_kernels(ranks: Ranks) -> None:
+    """CUPTI must watch before a graph is captured to record its kernels, and stay. Collective."""
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    with _profiler():
+        ranks.synchronize()
+
+
+def kernel_records(ranks: Ranks, run: Call) -> dict[int | None, list[KernelRecord]]:
+    """The kernels that ``run`` executes, by index of the local ranks' devices. ``run`` ends with the devices idle."""
+    with _profiler() as profiler:
+        run()
+        ranks.synchronize()
+    records: dict[int | None, list[KernelRecord]] = {rank.device.index: [] for rank in ranks.local}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_index in records:
+            records[event.device_index].append(KernelRecord(event.name, event.time_range.start, event.time_range.end))
+    return records
 
 
 def _profiler() -> torch.profiler.profile:

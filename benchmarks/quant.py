@@ -12,17 +12,16 @@ before,target``, and ``fused`` is what this library does for few tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from moe_layer.benchmarks.bench import LocalBench
 from moe_layer.benchmarks.ceilings import launch_us
 from moe_layer.benchmarks.harness import Options, Work, measure
-from moe_layer.benchmarks.machine import NOT_A_GPU, provenance
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.shapes import Shape
 from moe_layer.benchmarks.stages import Machine
@@ -183,70 +182,39 @@ def _tensors(result: QuantizedTensor | torch.Tensor) -> list[torch.Tensor]:
 
 
 def run_case(ranks: Ranks, case: Case, machine: Machine, options: Options) -> dict[str, Any]:
-    """Time and check a case on ``ranks``' one local rank; its JSON line, without the provenance.
+    """Time and check a case on ``ranks``' one local rank; its results.
 
     Raises:
         QuantizerError: wrong bits.
     """
     problem = Problem(case, ranks.local[0].device)
     timing = measure(ranks, [Work({case.way: problem.step}, problem.refresh, problem.check)], options)
-    gbps = case.nbytes / timing.step_us / 1e3
-    result = {
-        "us": timing.step_us, "spread": timing.spread, "method": timing.method, "gbps": gbps,
-        "of_copy": gbps / machine.copy_gbps, "floor_us": machine.floor_us(case.nbytes), "tensors": len(problem.rows),
+    gbps, floor = case.nbytes / timing.step_us / 1e3, machine.floor_us(case.nbytes)
+    return {
+        **timing.as_results(), "gbps": gbps, "of_copy": gbps / machine.copy_gbps, "floor_us": floor,
+        "ratio": timing.step_us / floor, "tensors": len(problem.rows),
     }  # fmt: skip
-    parameters = {**asdict(case), "nbytes": case.nbytes}
-    return {"kind": "quant", "parameters": parameters, "result": result, "machine_rates": asdict(machine)}
 
 
-def run(
-    cases: Sequence[Case], *, options: Options, device_type: str | None = None, json_file: str | None = None
-) -> int:
-    """Measure, print a table, write JSON lines. Returns the exit code: 1 if a case failed."""
-    from rich.console import Console
-    from rich.progress import track
+class QuantBench(LocalBench):
+    """One run."""
 
-    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    ranks = Ranks.in_one_process([device])
-    console = Console(stderr=True)
-    record = provenance(kind)
-    lines: list[dict[str, Any]] = []
-    failed = 0
-    with ranks.local[0].active():
-        machine = measure_machine(ranks)
-        for case in track(cases, "cases", console=console, transient=True, disable=not console.is_terminal):
-            try:
-                lines.append({**run_case(ranks, case, machine, options), **record})
-            except (MoELayerError, RuntimeError) as error:
-                failed += 1
-                console.print(f"{case}: {error}", markup=False)
-                continue
-            if json_file:
-                with open(json_file, "a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
-    print_table(lines, machine, on_gpu=kind == "cuda")
-    return 1 if failed else 0
+    kind: ClassVar[str] = "quant"
 
+    def __init__(self, cases: Sequence[Case], device_type: str | None, options: Options) -> None:
+        super().__init__(device_type)
+        self.cases, self.options = list(cases), options
+        self._machine: Machine | None = None
 
-def print_table(lines: Sequence[dict[str, Any]], machine: Machine, *, on_gpu: bool) -> None:
-    """One row a case."""
-    from rich.console import Console
-    from rich.table import Table
+    def measure_ceilings(self) -> tuple[dict[str, Any] | None, str | None]:
+        with self.active():
+            self._machine = measure_machine(self.ranks)
+        return asdict(self._machine), None
 
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    left = ("format", "", "scale")
-    for column in (*left, "K", "T", "µs", "floor", "GB/s", "of a copy"):
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    for line in lines:
-        p, r = line["parameters"], line["result"]
-        table.add_row(
-            p["format"], p["way"], p["scale"], str(p["columns"]), str(p["tokens"]), f"{r['us']:.2f}",
-            f"{r['floor_us']:.2f}", f"{r['gbps']:.0f}", f"{r['of_copy']:.0%}",
-        )  # fmt: skip
-    console.print(table)
-    if on_gpu:
-        console.print(f"A copy moves {machine.copy_gbps:.0f} GB/s; an empty kernel takes {machine.launch_us:.2f} µs.")
-    else:
-        console.print(f"{NOT_A_GPU[0].upper()}{NOT_A_GPU[1:]}.")
+    def parameters(self, case: Case) -> dict[str, Any]:
+        return {**asdict(case), "nbytes": case.nbytes, "steps": self.options.steps, "repeats": self.options.repeats}
+
+    def results(self, case: Case) -> dict[str, Any]:
+        assert self._machine is not None
+        with self.active():
+            return run_case(self.ranks, case, self._machine, self.options)

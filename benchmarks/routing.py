@@ -1,14 +1,18 @@
-"""Which experts a benchmark's tokens select: perfect, uniform and Zipf routing, and how unbalanced they are.
+"""Which experts a benchmark's tokens select: perfect, uniform, Zipf and recorded routing, and how unbalanced they are.
 
 Perfect routing is the same on every source rank: selection j of token i goes to rank (i·k + j) mod P and there to local
 expert ((i·k + j) div P) mod E_ℓ. Zipf routing (paper §5.3): each token draws k distinct experts with probability
 proportional to i^−α, where i is the expert's position in a random order that all ranks share; α = 0 is uniform.
+A trace is a safetensors file with ``topk_ids`` ``[tokens, top_k]``, the selections of real tokens: each source rank
+takes the next T of them, and after the last comes the first again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -22,13 +26,15 @@ class Routing:
 
     Attributes:
         alpha: Zipf's exponent; None for perfect routing.
+        trace: a file of recorded selections instead.
     """
 
     alpha: float | None = None
+    trace: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Routing:
-        """``perfect``, ``uniform`` or ``zipf:ALPHA``.
+        """``perfect``, ``uniform``, ``zipf:ALPHA`` or ``trace:FILE``.
 
         Raises:
             ConfigError: anything else.
@@ -38,14 +44,19 @@ class Routing:
         if text == "uniform":
             return cls(0.0)
         kind, _, alpha = text.partition(":")
+        if kind == "trace" and alpha:
+            read_trace(alpha)
+            return cls(trace=alpha)
         try:
             if kind == "zipf" and float(alpha) >= 0:
                 return cls(float(alpha))
         except ValueError:
             pass
-        raise ConfigError(f"unknown routing {text!r}; known: perfect, uniform, zipf:ALPHA with ALPHA ≥ 0")
+        raise ConfigError(f"unknown routing {text!r}; known: perfect, uniform, zipf:ALPHA with ALPHA ≥ 0, trace:FILE")
 
     def __str__(self) -> str:
+        if self.trace is not None:
+            return f"trace:{Path(self.trace).name}"
         if self.alpha is None:
             return "perfect"
         return "uniform" if self.alpha == 0 else f"zipf:{self.alpha:g}"
@@ -54,8 +65,11 @@ class Routing:
         """``[tokens, top_k]`` int32 global expert ids, on the CPU, that source rank ``rank`` selects.
 
         Raises:
-            ConfigError: fewer experts than ``top_k``, or with perfect routing a rank without experts.
+            ConfigError: fewer experts than ``top_k``, with perfect routing a rank without experts, or a trace of
+                another model.
         """
+        if self.trace is not None:
+            return trace_ids(self.trace, tokens, top_k, placement.num_experts, rank=rank)
         if self.alpha is None:
             return perfect_ids(tokens, top_k, placement)
         return zipf_ids(tokens, top_k, placement.num_experts, self.alpha, rank=rank, seed=seed)
@@ -106,6 +120,40 @@ def zipf_ids(tokens: int, top_k: int, num_experts: int, alpha: float, *, rank: i
     # rates are the probabilities.
     arrival = torch.empty(tokens, num_experts, dtype=torch.float64).exponential_(generator=draws) / probability
     return order[arrival.topk(top_k, dim=1, largest=False).indices].to(torch.int32)
+
+
+@functools.lru_cache(maxsize=4)
+def read_trace(file: str) -> torch.Tensor:
+    """``[tokens, top_k]`` int32 ids of a trace.
+
+    Raises:
+        ConfigError: no such file, or not a trace.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        ids = load_file(file).get("topk_ids")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"trace {file}: {error}") from None
+    if ids is None or ids.dim() != 2 or ids.shape[0] < 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(f"trace {file}: no topk_ids [tokens, top_k] of int32 or int64 in it")
+    return ids.to(torch.int32)
+
+
+def trace_ids(file: str, tokens: int, top_k: int, num_experts: int, *, rank: int) -> torch.Tensor:
+    """``[tokens, top_k]`` int32: rows rank·tokens … of a trace, from the first again after the last.
+
+    Raises:
+        ConfigError: no trace, or one of a model with another top_k or more experts.
+    """
+    ids = read_trace(file)
+    if ids.shape[1] != top_k or not bool(((ids >= 0) & (ids < num_experts)).all()):
+        raise ConfigError(
+            f"trace {file}: {ids.shape[1]} selections a token, ids {int(ids.min())} to {int(ids.max())}, but the model "
+            f"selects {top_k} of {num_experts}"
+        )
+    return ids[(rank * tokens + torch.arange(tokens)) % ids.shape[0]]
 
 
 def copies(ids: torch.Tensor, placement: ExpertPlacement) -> torch.Tensor:

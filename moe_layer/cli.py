@@ -107,8 +107,7 @@ def positive(text: str) -> int:
 
 def build_parser() -> Parser:
     """The parser of the command and its subcommands. Imports neither torch nor what the commands need."""
-    from moe_layer import __version__
-    from moe_layer.cli_bench import add_commands
+    from moe_layer import __version__, cli_bench, cli_compile, cli_report
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="moe-layer", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
@@ -190,7 +189,8 @@ def build_parser() -> Parser:
     doctor.add_argument(
         "--activation-format", choices=ACTIVATION_FORMATS, help="payload of dispatch (default: what the model implies)"
     )
-    add_commands(commands)  # bench, compile
+    for module in (cli_bench, cli_report, cli_compile):
+        module.add(commands)
     return parser
 
 

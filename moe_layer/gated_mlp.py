@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moe_layer.config import MoEConfig
+from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.packed_weights import make_stack
 from moe_layer.weights import ExpertStack
+
+
+def activation_of(cfg: MoEConfig) -> Activation:
+    """What lies between a model's projections."""
+    kind = "situ" if cfg.hidden_act == "situ" else "swiglu"
+    return Activation(kind, cfg.swiglu_limit, cfg.situ_beta, cfg.situ_linear_beta)
 
 
 class GatedMLP(nn.Module):

@@ -17,8 +17,7 @@ from moe_layer.backend import resolve_device, select_backend, select_layout
 from moe_layer.comm import DispatchResult
 from moe_layer.config import MoEConfig
 from moe_layer.errors import CheckpointError, ConfigError, FormatError, TensorError
-from moe_layer.gated_mlp import GatedMLP
-from moe_layer.gemm.activation import Activation
+from moe_layer.gated_mlp import GatedMLP, activation_of
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.latent import LatentProjection
 from moe_layer.parallel import ExpertParallel
@@ -125,9 +124,7 @@ class MoELayer(nn.Module):
         self._format = get_format(activation_format)
         self.device = resolve_device(device)
         self.backend = backend or select_backend(self.device, weight_format, activation_format)
-        self.activation = Activation(
-            "situ" if cfg.hidden_act == "situ" else "swiglu", cfg.swiglu_limit, cfg.situ_beta, cfg.situ_linear_beta
-        )
+        self.activation = activation_of(cfg)
         self.ep = ep if ep is not None else ExpertParallel(device=self.device)
         self.ep.check_device(self.device)
         self.placement = self.ep.placement(layer, cfg.n_routed_experts)

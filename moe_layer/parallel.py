@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_layer.comm import ExpertParallelComm, ExpertPlacement, create_channel
+from moe_layer.comm import Channel, ExpertParallelComm, ExpertPlacement, create_channel
 from moe_layer.comm.channel import DEFAULT_TIMEOUT_S
 from moe_layer.errors import ConfigError
 
@@ -44,6 +44,8 @@ class ExpertParallel:
     A context manager: leaving it destroys the group's resources (not the torch.distributed group).
     """
 
+    channel: Channel
+
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -65,6 +67,21 @@ class ExpertParallel:
             group, protocol=protocol, max_tokens_per_rank=max_tokens_per_rank, timeout_s=timeout_s, device=device
         )
         self._placement = placement
+
+    @classmethod
+    def over(
+        cls, channel: Channel, *, placement: Sequence[int] | Mapping[int, Sequence[int]] | None = None
+    ) -> ExpertParallel:
+        """The group of a channel that exists: one of several ranks of this process, or a transport of one's own.
+
+        Args:
+            channel: which the group owns from now on; :meth:`destroy` destroys it.
+            placement: as of :class:`ExpertParallel`.
+        """
+        self = cls.__new__(cls)
+        self.channel = channel
+        self._placement = placement
+        return self
 
     @property
     def ep_rank(self) -> int:

@@ -241,17 +241,28 @@ def test_errors_before_anything_starts(argv: str, words: str, capsys: pytest.Cap
 
 
 def test_help_teaches_and_its_examples_parse(capsys: pytest.CaptureFixture[str]) -> None:
-    from moe_layer import cli_bench
+    from moe_layer import (
+        cli_a2a,
+        cli_bench,
+        cli_compile,
+        cli_gemm,
+        cli_layer,
+        cli_load,
+        cli_memory,
+        cli_quant,
+        cli_report,
+    )
 
     assert cli.main(["bench"]) == 2
     assert "bench a2a --help" in capsys.readouterr().out
     parser, seen = cli.build_parser(), 0
-    for examples in (cli_bench.A2A_EXAMPLES, cli_bench.COMPILE_EXAMPLES):
+    modules = (cli_a2a, cli_bench, cli_compile, cli_gemm, cli_layer, cli_load, cli_memory, cli_quant, cli_report)
+    for examples in (text for module in modules for name, text in vars(module).items() if name.endswith("_EXAMPLES")):
         for line in examples.splitlines():
-            if line.startswith("  moe-layer "):
+            if line.startswith("  moe-layer ") and "--help" not in line:
                 assert parser.parse_args(line.split("moe-layer ", 1)[1].split("   ")[0].split()).handler
                 seen += 1
-    assert seen >= 8
+    assert seen >= 25
 
 
 # ---- the crossover ----

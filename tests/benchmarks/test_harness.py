@@ -114,7 +114,7 @@ def test_spans_of_graphs(monkeypatch: pytest.MonkeyPatch, l2_flush: bool) -> Non
         flush.is_flush = True  # type: ignore[attr-defined]
         return flush
 
-    monkeypatch.setattr(harness, "_Graph", FakeGraph)
+    monkeypatch.setattr(harness, "Graph", FakeGraph)
     monkeypatch.setattr(harness, "_flusher", flusher)
     monkeypatch.setattr(Ranks, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(Ranks, "synchronize", lambda self: None)

@@ -70,9 +70,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_case(case: quant.Case) -> None:
-    line = quant.run_case(ONE, case, MACHINE, QUICK)
-    assert line["parameters"]["tokens"] == case.tokens and json.dumps(line)
-    r = line["result"]
+    r = quant.run_case(ONE, case, MACHINE, QUICK)
+    assert json.dumps(r) and r["min_us"] <= r["us"] <= r["max_us"]
     assert r["us"] > 0 and r["gbps"] == pytest.approx(case.nbytes / r["us"] / 1e3)
     assert r["of_copy"] == pytest.approx(r["gbps"] / 1000) and r["floor_us"] == pytest.approx(0.5 + case.nbytes / 1e6)
 
@@ -120,9 +119,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(n["parameters"]["format"], n["parameters"]["scale"]) for n in lines] == [
         ("mxfp8", ""), ("nvfp4", "row"), ("nvfp4", "given"),
     ]  # fmt: skip
-    assert all(n["kind"] == "quant" and n["note"] and n["machine_rates"]["copy_gbps"] > 0 for n in lines)
+    assert all(n["kind"] == "quant" and n["note"] and n["ceilings"]["copy_gbps"] > 0 for n in lines)
     out = capsys.readouterr().out
-    assert "easured on a CPU; the numbers mean nothing for GPUs" in out and "of a copy" in out
+    assert "easured on a CPU; the numbers mean nothing for GPUs" in out and "share of the" in out
 
 
 def test_failures_give_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,8 +146,9 @@ ALLOWED = {
 LEAVES = (["errors"], ["kernel_cache"])
 # Facades: user-facing methods and commands that hand over to the packages above, inside a function.
 FACADES = {
-    ("moe_layer", f"{name}.py") for name in ("config", "layer", "cli", "cli_bench", "demo", "doctor", "precompile")
-}
+    ("moe_layer", f"{name}.py")
+    for name in ("config", "layer", "cli", "demo", "doctor", "precompile", "precompile_gemm")
+} | {("moe_layer", file.name) for file in (ROOT / "moe_layer").glob("cli_*.py")}
 
 
 def imported_packages(file: Path) -> set[str]:
