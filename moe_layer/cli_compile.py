@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from moe_layer import precompile
+    from moe_layer import precompile, precompile_gemm
     from moe_layer.benchmarks.shapes import get_shape
     from moe_layer.cli import OK, print_json
     from moe_layer.errors import ConfigError
@@ -67,6 +67,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     work += precompile.stage_families(shapes, arguments.ranks, archs)
     work += precompile.quantizer_families(shapes, archs)
     work += precompile.router_families(arguments.models, archs)
+    work += precompile_gemm.gemm_families(arguments.models, arguments.ranks, archs)
     report = precompile.run(work, progress=not arguments.json)
     if arguments.json:
         print_json(report)

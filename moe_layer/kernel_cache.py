@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 _ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 _memory: dict[tuple[str, str, str], Callable[..., None]] = {}
+_stored: list[str] = []
 _lock = threading.Lock()
 
 
@@ -138,6 +139,11 @@ def get_kernel(launch: Any, spec: Any, signature: str, arch: str) -> Callable[..
     return found
 
 
+def stored_files() -> list[str]:
+    """Names of the files that this process has put into the cache, in order."""
+    return list(_stored)
+
+
 def _load_or_compile(launch: Any, spec: Any, signature: str, arch: str) -> Callable[..., None]:
     folder = cache_folder()
     key = _key(launch, spec, arch)
@@ -169,6 +175,7 @@ def _store(compiled: Any, path: Path, symbol: str) -> None:
         os.close(handle)
         compiled.export_to_c(temporary, function_name=symbol)
         os.replace(temporary, path)
+        _stored.append(path.name)
     except Exception as error:
         logger.warning("kernel cache: %s could not be written (%s)", path, error)
         if temporary is not None:

@@ -1,14 +1,20 @@
 """Filling the kernel cache ahead of time (``moe-layer compile``), on any machine, GPU or not.
 
 What a layer compiles at its first step depends on its row widths, top_k, number of experts and group size, and on the
-GPU's architecture; a cache filled with the same values on a build machine serves it without a compiler.
+GPU's architecture; a cache filled with the same values on a build machine serves it without a compiler. The grouped
+GEMMs are listed in :mod:`moe_layer.precompile_gemm`.
+
+Kernels are compiled in as many processes as there are cores, since the compiler runs one at a time in a process.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,15 +27,23 @@ from moe_layer.comm.layout import align
 from moe_layer.comm.spec import CombineSpec, DispatchSpec
 from moe_layer.errors import ConfigError, UnsupportedDeviceError
 from moe_layer.gemm.router_spec import RouterModel
-from moe_layer.kernel_cache import ARCHITECTURES, cache_folder, dsl_available
+from moe_layer.kernel_cache import ARCHITECTURES, cache_folder, dsl_available, stored_files
 from moe_layer.quant import get_format
 
 ID_BYTES = {"int32": 4, "int64": 8}
+MAX_WORKERS = 16  # half a GiB each
+FAMILIES_PER_WORKER = 4  # starting a worker, which imports PyTorch and the compiler, takes as long as some two of them
 
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels that are compiled together: a layer's dispatches, or its combines of one pair of dtypes."""
+    """Kernels that are compiled together: a layer's dispatches, or its combines of one pair of dtypes.
+
+    Attributes:
+        arch: for which they are compiled.
+        name: in words.
+        build: loads or compiles them; can be pickled, so that another process may call it.
+    """
 
     arch: str
     name: str
@@ -72,7 +86,7 @@ def families(
             f"dispatch of {spec.hidden_bytes} + {spec.scale_bytes} B rows, top {spec.top_k} of {spec.num_experts} "
             f"({spec.id_bytes}-byte ids), {spec.ep_size} ranks" + (", quantizing" if spec.encoder is not None else "")
         )
-        return Family(arch, name, lambda: dispatch_kernels(spec, arch))
+        return Family(arch, name, partial(dispatch_kernels, spec, arch))
 
     def combine(spec: CombineSpec, arch: str) -> Family:
         dtypes = {1: "E4M3", 2: "BF16", 4: "FP32"}
@@ -80,11 +94,11 @@ def families(
             f"combine of {spec.combine_bytes} B rows, {dtypes[spec.element_bytes]} to {dtypes[spec.output_bytes]}, "
             f"{spec.ep_size} ranks"
         )
-        return Family(arch, name, lambda: combine_kernels(spec, arch))
+        return Family(arch, name, partial(combine_kernels, spec, arch))
 
     def give_up(ep_size: int, in_combine: bool, arch: str) -> Family:
         name = f"giving up {'combine' if in_combine else 'dispatch'}, {ep_size} ranks"
-        return Family(arch, name, lambda: give_up_kernel(ep_size, in_combine, arch))
+        return Family(arch, name, partial(give_up_kernel, ep_size, in_combine, arch))
 
     found: dict[tuple[str, Any], Family] = {}
     for arch in archs:
@@ -116,11 +130,11 @@ def stage_families(shapes: Sequence[Shape], ep_sizes: Sequence[int], archs: Sequ
 
     def index(experts: int, top_k: int, arch: str) -> Family:
         name = f"indexing of top {top_k}, {experts} local experts"
-        return Family(arch, name, lambda: index_launch.index_kernels(experts, top_k, 0, arch))
+        return Family(arch, name, partial(index_launch.index_kernels, experts, top_k, 0, arch))
 
     def finalize(hidden: int, top_k: int, output_bytes: int, arch: str) -> Family:
         name = f"finalize of {hidden} wide rows, top {top_k}, BF16 to {'BF16' if output_bytes == 2 else 'FP32'}"
-        return Family(arch, name, lambda: finalize_launch.finalize_kernels(hidden, top_k, output_bytes, arch))
+        return Family(arch, name, partial(finalize_launch.finalize_kernels, hidden, top_k, output_bytes, arch))
 
     found: dict[tuple[Any, ...], Family] = {}
     for arch in archs:
@@ -171,7 +185,7 @@ def router_families(names: Sequence[str], archs: Sequence[str]) -> list[Family]:
         name = f"router of {model.hidden} wide rows, top {model.top_k} of {model.experts}, {model.scoring}"
         if images:
             name += ", image tokens"
-        return Family(router_launch.ARCH, name, lambda: router_launch.router_kernels(model, 1, images))
+        return Family(router_launch.ARCH, name, partial(router_launch.router_kernels, model, 1, images))
 
     if router_launch.ARCH not in archs:
         return []
@@ -179,40 +193,56 @@ def router_families(names: Sequence[str], archs: Sequence[str]) -> list[Family]:
     return [router(model, images) for model, images in found if model.supported]
 
 
-def compile_families(work: Sequence[Family]) -> Iterator[dict[str, Any]]:
+def compile_families(work: Sequence[Family], workers: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Compile each family that the cache lacks.
 
+    Args:
+        workers: processes to do it; 1: this one; None: one a core, as far as there is work for them.
+
     Yields:
-        what became of it: name, architecture, seconds, files that were already there or are new, and their bytes.
+        (position in ``work``, what became of the family: name, architecture, seconds, names of its files that are new),
+        in the order in which they are done.
 
     Raises:
         UnsupportedDeviceError: the CuTe DSL is not installed.
         ConfigError: the cache is turned off, or cannot be written.
     """
-    folder = _usable_folder()
+    _usable_folder()
+    if workers is None:
+        workers = min(MAX_WORKERS, _cores(), -(-len(work) // FAMILIES_PER_WORKER))
+    if workers <= 1:
+        yield from map(_compile, enumerate(work))
+        return
+    # Not forked: PyTorch and the compiler have threads.
+    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    try:
+        for done in as_completed([executor.submit(_compile, item) for item in enumerate(work)]):
+            yield done.result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _compile(item: tuple[int, Family]) -> tuple[int, dict[str, Any]]:
+    position, family = item
     # The cache only warns where it cannot write, which is right for a layer and wrong here.
     warnings = _Collector()
     logger = logging.getLogger("moe_layer.kernel_cache")
     logger.addHandler(warnings)
+    before, start = len(stored_files()), time.perf_counter()
     try:
-        for family in work:
-            before = _files(folder)
-            start = time.perf_counter()
-            family.build()
-            seconds = time.perf_counter() - start
-            new = {name: size for name, size in _files(folder).items() if name not in before}
-            failed = [message for message in warnings.messages if "could not be written" in message]
-            if failed:
-                raise ConfigError(failed[0])
-            yield {
-                "family": family.name,
-                "arch": family.arch,
-                "seconds": seconds,
-                "compiled": sorted(new),
-                "bytes": sum(new.values()),
-            }
+        family.build()
     finally:
         logger.removeHandler(warnings)
+    failed = [message for message in warnings.messages if "could not be written" in message]
+    if failed:
+        raise ConfigError(failed[0])
+    seconds, new = time.perf_counter() - start, sorted(stored_files()[before:])
+    return position, {"family": family.name, "arch": family.arch, "seconds": seconds, "compiled": new}
 
 
 def _usable_folder() -> Path:
@@ -245,27 +275,31 @@ class _Collector(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def run(work: Sequence[Family], *, progress: bool = True) -> dict[str, Any]:
+def run(work: Sequence[Family], *, progress: bool = True, workers: int | None = None) -> dict[str, Any]:
     """Compile and report: see :func:`compile_families`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    done: list[dict[str, Any]] = []
+    done: dict[int, dict[str, Any]] = {}
     start = time.perf_counter()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
         task = bar.add_task("compiling", total=len(work))
-        for entry in compile_families(work):
-            done.append(entry)
+        for position, entry in compile_families(work, workers):
+            done[position] = entry
             bar.update(task, advance=1, description=f"{entry['arch']}: {entry['family']}")
     folder = _usable_folder()
     files = _files(folder)
+    for entry in done.values():
+        entry["bytes"] = sum(files.get(name, 0) for name in entry["compiled"])
+    # Two processes may have come to the same kernel.
+    compiled = {name for entry in done.values() for name in entry["compiled"]}
     return {
         "folder": str(folder),
-        "families": done,
-        "compiled": sum(len(entry["compiled"]) for entry in done),
-        "compiled_bytes": sum(entry["bytes"] for entry in done),
+        "families": [done[position] for position in sorted(done)],
+        "compiled": len(compiled),
+        "compiled_bytes": sum(files.get(name, 0) for name in compiled),
         "seconds": time.perf_counter() - start,
         "cache_files": len(files),
         "cache_bytes": sum(files.values()),

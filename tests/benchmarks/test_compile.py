@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moe_layer import cli, precompile
+from moe_layer import cli, kernel_cache, precompile, precompile_gemm
 from moe_layer.benchmarks.shapes import get_shape
 from moe_layer.errors import ConfigError
 from moe_layer.quant import get_format
@@ -165,21 +167,45 @@ def test_router_families_are_what_a_router_launches(monkeypatch: pytest.MonkeyPa
         assert (routers.ROUTERS[name].experts, routers.ROUTERS[name].top_k) == (shape.num_experts, shape.top_k)
 
 
-def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [None, 2])
+def test_what_was_compiled_is_found_again(workers: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this process, and by others that live as long as the work."""
     pytest.importorskip("cutlass")
-    from moe_layer import kernel_cache
-
     monkeypatch.setenv("MOE_LAYER_CACHE", str(tmp_path / "cache"))
     work = precompile.families([get_shape("kimi_linear")], [2], ["sm_90a"], ["int32"], fp8_combine=False)
     small = [family for family in work if family.name.startswith("giving up")]
     monkeypatch.setattr(kernel_cache, "_memory", {})
-    first = precompile.run(small, progress=False)
+    first = precompile.run(small, progress=False, workers=workers)
     files = {path.name: path.stat().st_size for path in (tmp_path / "cache").iterdir()}
     assert first["compiled"] == len(files) == 2 and first["compiled_bytes"] == sum(files.values()) > 0
     assert sorted(name for entry in first["families"] for name in entry["compiled"]) == sorted(files)
+    assert [entry["family"] for entry in first["families"]] == [family.name for family in small]
+    assert [entry["bytes"] for entry in first["families"]] == [files[e["compiled"][0]] for e in first["families"]]
+    assert (len(kernel_cache._memory) == 0) == (workers == 2)
     monkeypatch.setattr(kernel_cache, "_memory", {})  # as another process
     again = precompile.run(small, progress=False)
     assert again["compiled"] == 0 and again["cache_files"] == 2 and again["folder"] == str(tmp_path / "cache")
+
+
+def test_other_processes_can_build_every_family() -> None:
+    pytest.importorskip("cutlass")
+    names, archs = ["deepseek_v41", "kimi_k3:nvfp4", "deepseek_v3"], ["sm_90a", "sm_100a"]
+    shapes = [get_shape(name) for name in names]
+    work = precompile.families(shapes, [8], archs, ["int32"], fp8_combine=True)
+    work += precompile.stage_families(shapes, [8], archs) + precompile.quantizer_families(shapes, archs)
+    work += precompile.router_families(names, archs) + precompile_gemm.gemm_families(names, [8], archs)
+    for family in work:
+        sent, got = family.build, pickle.loads(pickle.dumps(family)).build
+        assert isinstance(sent, partial) and isinstance(got, partial)
+        assert (got.func, got.args) == (sent.func, sent.args)
+
+
+def test_errors_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "dsl_available", lambda: True)
+    monkeypatch.setenv("MOE_LAYER_CACHE", str(tmp_path))
+    work = [precompile.Family("sm_90a", "it", partial(get_shape, f"model {i}")) for i in range(2)]
+    with pytest.raises(ConfigError, match=r"unknown model 'model [01]'"):
+        precompile.run(work, progress=False, workers=2)
 
 
 def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,19 +215,25 @@ def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.
 
     def families(*arguments: Any, **options: Any) -> list[precompile.Family]:
         assert [shape.label for shape in arguments[0]] == ["kimi_k3:mxfp8"] and arguments[1] == (2, 4)
-        return [
-            precompile.Family("sm_90a", f"family {i}", lambda i=i: (tmp_path / f"{i}.o").write_bytes(b"x" * 2048))  # type: ignore[misc]
-            for i in range(2)
-        ]
+        return [precompile.Family("sm_90a", f"family {i}", partial(build, f"{i}.o")) for i in range(2)]
+
+    def build(name: str) -> None:
+        if not (tmp_path / name).exists():
+            (tmp_path / name).write_bytes(b"x" * 2048)
+            kernel_cache._stored.append(name)
 
     monkeypatch.setattr(precompile, "families", families)
     monkeypatch.setattr(precompile, "stage_families", lambda *arguments: [])
     monkeypatch.setattr(precompile, "router_families", lambda *arguments: [])
     monkeypatch.setattr(precompile, "quantizer_families", lambda *arguments: [])
+    asked: list[Any] = []
+    monkeypatch.setattr(precompile_gemm, "gemm_families", lambda *arguments: asked.append(arguments) or [])
+    monkeypatch.setattr(kernel_cache, "_stored", [])
     argv = ["compile", "kimi_k3", "--ranks", "2,4", "--arch", "sm_90a"]
     assert cli.main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["compiled"], report["compiled_bytes"], report["cache_files"]) == (2, 4096, 2)
+    assert asked == [(["kimi_k3"], (2, 4), ["sm_90a"])]
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert "family 0" in out and "there" in out and "0 kernels compiled" in out and str(tmp_path) in out
