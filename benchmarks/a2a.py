@@ -8,22 +8,19 @@ is a line with its error, and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from moe_layer.benchmarks.a2a_work import ONE_SIDED, PEERS, PORTABLE, QUANTIZE, Case, prepared
+from moe_layer.benchmarks.bench import RanksBench
 from moe_layer.benchmarks.ceilings import Ceilings, measure_ceilings
 from moe_layer.benchmarks.harness import Options, Timing, measure, measure_phases
-from moe_layer.benchmarks.machine import provenance
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.routing import Routing, busiest_link, load_imbalance, traffic
-from moe_layer.benchmarks.session import Session, SessionError, open_session
+from moe_layer.benchmarks.session import SessionError
 from moe_layer.benchmarks.shapes import Shape
 from moe_layer.errors import ConfigError
-
-CPU_OPTIONS = Options(warmup=2, steps=10, repeats=3)
 
 
 @dataclass(frozen=True)
@@ -73,111 +70,49 @@ def time_phases(ranks: Ranks, case: Case, options: Options) -> dict[str, float]:
         return measure_phases(ranks, works, options)
 
 
-def _provenance(ranks: Ranks) -> dict[str, Any]:
-    return provenance(ranks.local[0].device.type)
-
-
-class Bench:
-    """One run: processes, ceilings, and what all its lines share.
-
-    Args:
-        plan: what to measure; its cases are checked before anything starts.
+class A2ABench(RanksBench):
+    """One run of a :class:`Plan`; its cases are checked before anything starts.
 
     Raises:
         ConfigError: a protocol that the device cannot run, routing that a shape does not allow.
-        UnsupportedDeviceError: as :func:`open_session`.
-
-    Attributes:
-        cases: what :meth:`records` measures.
-        ceilings: None until measured, or where there are none.
-        ceilings_note: why there are none.
+        UnsupportedDeviceError: as :func:`~moe_layer.benchmarks.session.open_session`.
     """
 
+    kind: ClassVar[str] = "a2a"
+
     def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.ranks, plan.launch, plan.device_type, plan.options)
         self.plan = plan
-        self.session: Session = open_session(plan.ranks, launch=plan.launch, device_type=plan.device_type)
-        self.size, self.device_type = self.session.size, self.session.device_type
-        self.options = plan.options or (Options() if self.device_type == "cuda" else CPU_OPTIONS)
-        self.cases = plan.cases(self.size)
+        self.cases: list[Case] = plan.cases(self.size)
         check(self.cases, self.device_type, self.session.launch, self.options)
-        self._stack = ExitStack()
-        self._stack.enter_context(self.session)
-        self._phase_session: Session | None = None
-        self._shared: dict[str, Any] = {}
-        self.ceilings: Ceilings | None = None
-        self.ceilings_note: str | None = None
 
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def start(self) -> None:
-        """Start the processes and measure :attr:`ceilings`; :attr:`ceilings_note` says why there are none.
-
-        Raises:
-            SessionError: the processes do not start.
-        """
-        # Asked there, so that this process needs no CUDA context.
-        self._shared = self.session.run(_provenance)[0]
+    def measure_ceilings(self) -> tuple[dict[str, Any] | None, str | None]:
         if self.device_type == "cpu" or self.size == 1:
-            self.ceilings_note = "one rank has no link" if self.size == 1 else "no link between CPU processes"
-            return
-        try:
-            found = self.session.run(measure_ceilings)[0]
-            self.ceilings = None if found is None else Ceilings(**found)
-        except SessionError as error:
-            self.ceilings_note = str(error)
+            return None, "one rank has no link" if self.size == 1 else "no link between CPU processes"
+        return self.session.run(measure_ceilings)[0], None
 
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """Date, commit, machine and versions, once started."""
-        return self._shared
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """A line for each case, as it is measured."""
-        for case in self.cases:
-            yield self.record(case)
-
-    def record(self, case: Case) -> dict[str, Any]:
-        """Measure one case; its line for the results file."""
-        line: dict[str, Any] = {"kind": "a2a", "parameters": self._parameters(case)}
-        try:
-            timing: Timing = self.session.run(time_case, case, self.options)[0]
-        except SessionError as error:
-            return {**line, "error": str(error), "details": error.details, **self._shared}
-        results = asdict(timing)
-        results = {"round_trip_us": results.pop("step_us"), **results}
-        results["phases_us"], note = self._phases(case, timing)
-        if note:
-            results["phases_note"] = note
-        results |= self._floors(case, timing)
-        line["results"] = results
-        if self.ceilings is not None:
-            line["ceilings"] = asdict(self.ceilings)
-        elif self.ceilings_note:
-            line["ceilings_note"] = self.ceilings_note
-        return {**line, **self._shared}
+    def results(self, case: Case) -> dict[str, Any]:
+        timing: Timing = self.session.run(time_case, case, self.options)[0]
+        results = timing.as_results()
+        if timing.phases_us is None:
+            phases, note = self._phases(case, timing)
+            if phases is not None:
+                results["phases_us"] = phases
+            if note:
+                results["phases_note"] = note
+        return results | self._floors(case, timing)
 
     def _phases(self, case: Case, timing: Timing) -> tuple[dict[str, float] | None, str | None]:
-        if timing.phases_us is not None or not self.plan.phases:
-            return timing.phases_us, None
+        if not self.plan.phases:
+            return None, None
         if timing.method != "graph" or case.protocol in PEERS:
             return None, "kernels of this protocol are not told apart"
-        if self.session.launch == "torchrun":
-            phase_session = self.session
-        else:
-            if self._phase_session is None:
-                self._phase_session = open_session(self.size, launch=self.session.launch, device_type=self.device_type)
-                self._stack.enter_context(self._phase_session)
-            phase_session = self._phase_session
         try:
-            return phase_session.run(time_phases, case, self.options)[0], None
+            return self.phase_session.run(time_phases, case, self.options)[0], None
         except SessionError as error:
             return None, str(error)
 
-    def _parameters(self, case: Case) -> dict[str, Any]:
+    def parameters(self, case: Case) -> dict[str, Any]:
         shape = case.shape
         return {
             "model": shape.name,
@@ -212,10 +147,11 @@ class Bench:
             found["chosen"] = _auto_choice(case)
         if self.ceilings is not None:
             pulls = _auto_choice(case) == "fence" if case.protocol == "auto" else case.combine_pulls
-            floor = self.ceilings.floor_us(
+            floor = Ceilings(**self.ceilings).floor_us(
                 busiest_link(matrix), case.dispatch_bytes, case.combine_bytes, combine_pulls=pulls
             )
             found["floor"] = floor
+            found["floor_us"] = floor["total_us"]
             found["ratio_to_bytes"] = timing.step_us / floor["bytes_us"] if floor["bytes_us"] else None
             found["ratio"] = timing.step_us / floor["total_us"]
         return found

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_layer.benchmarks.a2a import Bench, crossover_row_bytes
+from moe_layer.benchmarks import show
+from moe_layer.benchmarks.a2a import A2ABench, crossover_row_bytes
 from moe_layer.benchmarks.a2a_work import Case
 from moe_layer.benchmarks.machine import describe
+from moe_layer.benchmarks.report.a2a import sections
 from moe_layer.benchmarks.routing import Routing
 from moe_layer.benchmarks.session import SessionError
 from moe_layer.benchmarks.shapes import Shape
+from moe_layer.errors import ConfigError
 
 FIRST, LAST = 16, 4096  # T̂ of the doubling search
 RESOLUTION = 16  # the limit is found to one part in this many, which is about the noise of the two curves
 
 
-def find_crossover(bench: Bench, shape: Shape, fence: str = "fence") -> Generator[dict[str, Any], None, dict[str, int]]:
+def find_crossover(
+    bench: A2ABench, shape: Shape, fence: str = "fence"
+) -> Generator[dict[str, Any], None, dict[str, int]]:
     """Double T̂ until Fence is faster, then halve the interval. Perfect routing, as all crossovers are stated.
 
     Args:
@@ -42,7 +48,7 @@ def find_crossover(bench: Bench, shape: Shape, fence: str = "fence") -> Generato
             yield line
             if "error" in line:
                 raise SessionError(f"{shape.label}, {tokens} tokens, {protocol}: {line['error']}", line["details"])
-            pair.append(line["results"]["round_trip_us"])
+            pair.append(line["results"]["us"])
         times[tokens] = (pair[0], pair[1])
         return pair[0] <= pair[1]
 
@@ -64,6 +70,37 @@ def find_crossover(bench: Bench, shape: Shape, fence: str = "fence") -> Generato
         "top_k": shape.top_k,
         "sentinel_limit": low,
     }
+
+
+def run(bench: A2ABench, file: Path, *, fence: str = "fence", json_file: str | None = None) -> int:
+    """Search the crossover of each of the plan's shapes, show the measurements and write ``file``.
+
+    Returns:
+        an exit code: 1 if a search failed; the others' crossovers are written all the same.
+
+    Raises:
+        ConfigError: no GPU.
+    """
+    if bench.device_type == "cpu":
+        raise ConfigError("the crossover is between Sentinel and Fence, which run between GPUs; there is none here")
+    rows: list[dict[str, int]] = []
+
+    def records() -> Iterator[dict[str, Any]]:
+        for shape in bench.plan.shapes:
+            search = find_crossover(bench, shape, fence)
+            try:
+                while True:
+                    yield next(search)
+            except StopIteration as done:
+                rows.append(done.value)
+                print(f"crossover of {shape.label}: {done.value}", file=sys.stderr)
+            except SessionError as error:
+                print(f"no crossover of {shape.label}: {error}", file=sys.stderr)
+
+    code, _ = show.run(bench, sections, json_file=json_file, records=records())
+    if rows and bench.is_main:
+        write_crossover(file, rows, bench.provenance)
+    return code or int(len(rows) < len(bench.plan.shapes))
 
 
 def write_crossover(path: Path, rows: list[dict[str, int]], provenance: dict[str, Any]) -> None:

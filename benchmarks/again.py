@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from moe_layer.benchmarks import layer, load, quant
+from moe_layer.benchmarks import a2a, gemm, layer, load, quant
+from moe_layer.benchmarks.a2a_work import Case as A2ACase
 from moe_layer.benchmarks.bench import Bench
 from moe_layer.benchmarks.harness import Options
 from moe_layer.benchmarks.layer_work import ALONE
 from moe_layer.benchmarks.layer_work import Case as LayerCase
 from moe_layer.benchmarks.records import Line
+from moe_layer.benchmarks.report import a2a as a2a_report
+from moe_layer.benchmarks.report import gemm as gemm_report
 from moe_layer.benchmarks.report import layer as layer_report
 from moe_layer.benchmarks.report import pieces, resources
 from moe_layer.benchmarks.report import quant as quant_report
@@ -84,4 +87,32 @@ def load_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]],
     return load.LoadBench(cases, lines[0]["parameters"]["device_type"]), resources.load_sections
 
 
-MAKERS: dict[str, Maker] = {"layer": layer_again, "quant": quant_again, "load": load_again}
+def a2a_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]], list[pieces.Section]]]:
+    cases = [
+        A2ACase(
+            shape_of(line), p["tokens_per_rank"], p["protocol"], p["ep_size"], Routing.parse(p["routing"]), p["seed"],
+            p["quantize"],
+        )
+        for line in lines
+        for p in (line["parameters"],)
+    ]  # fmt: skip
+    first = lines[0]["parameters"]
+    plan = a2a.Plan(
+        shapes=(), tokens=(), protocols=(), ranks=first["ep_size"], launch=first["launch"],
+        device_type=device_of(lines), options=options_of(lines[0]), phases=False,
+    )  # fmt: skip
+    bench = a2a.A2ABench(plan)
+    bench.cases = cases
+    return bench, a2a_report.sections
+
+
+def gemm_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]], list[pieces.Section]]]:
+    p = lines[0]["parameters"]
+    cases = [same(gemm.Case, line) for line in lines]
+    bench = gemm.GemmBench(cases, device_of(lines), peers=(), repeats=p["repeats"], l2_flush=p["l2_flush"])
+    return bench, gemm_report.sections
+
+
+MAKERS: dict[str, Maker] = {
+    "a2a": a2a_again, "layer": layer_again, "gemm": gemm_again, "quant": quant_again, "load": load_again,
+}  # fmt: skip

@@ -10,7 +10,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,6 +19,9 @@ from moe_layer.benchmarks.machine import provenance
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.session import Session, SessionError, open_session
 from moe_layer.errors import MoELayerError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CPU_OPTIONS = Options(warmup=2, steps=10, repeats=3)
 
@@ -47,7 +50,7 @@ class Bench(ABC):
         self._shared: dict[str, Any] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

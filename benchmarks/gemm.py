@@ -1,39 +1,54 @@
 """Grouped GEMMs of the models' experts, each beside its floor and PyTorch's own (``moe-layer bench gemm``).
 
 A case is one projection of a model's experts on one rank, with so many tokens an expert. FC1 gathers its rows, applies
-the activation and, with FP8, quantizes; its time contains all of that. Weights are cold: those of all experts are many
-times the L2 cache. Floors come from the same run: the weights' bytes over the rate at which the device reads memory, or
-the operations over the rate of an 8192³ product, whichever is longer.
+the activation and quantizes where the format has scales; its time contains all of that. Weights are cold: those of all
+experts are many times the L2 cache. Floors come from the same run: the weights' bytes over the rate at which the device
+reads memory, or the operations over the rate of an 8192³ product, whichever is longer.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from moe_layer.backend import select_backend
-from moe_layer.benchmarks.harness import Options, Work, measure
-from moe_layer.benchmarks.machine import provenance
+from moe_layer.benchmarks.bench import LocalBench
+from moe_layer.benchmarks.harness import Options, Timing, Work, measure
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.shapes import Shape
-from moe_layer.errors import ConfigError
+from moe_layer.errors import ConfigError, MoELayerError
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.weights import ExpertWeights
+from moe_layer.packed_weights import make_stack
 from moe_layer.quant import get_format
 
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024)
-FORMATS = {"bf16": ("bf16", "bf16"), "fp8": ("fp8_128x128", "fp8")}  # operands → weight and activation format
+# Operands → weight and activation format, as the released models pair them.
+FORMATS = {
+    "bf16": ("bf16", "bf16"),
+    "fp8": ("fp8_128x128", "fp8"),
+    "mxfp4": ("mxfp4", "mxfp8"),
+    "nvfp4": ("nvfp4", "nvfp4"),
+    "int4": ("int4", "bf16"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+}
+# Relative L2 error of sums, and of FC1's rows in their format: half a step of E4M3 or E2M1 for all values at worst.
+PRODUCT_LIMIT = 5e-3
+REQUANTIZED_LIMIT = {"bf16": 5e-3, "fp8": 5e-2, "mxfp8": 5e-2, "nvfp4": 0.2}
 ROUTINGS = ("even", "poisson", "skew")
 CUBE = 8192
 READ_BYTES = 4 << 30
 TARGET_US = 2e4  # of timed steps a replay
+
+
+class GemmError(MoELayerError, RuntimeError):
+    """A product was wrong."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class Case:
     Attributes:
         model: name of the shape.
         stage: ``"fc1"`` or ``"fc2"``.
-        operands: ``"bf16"`` or ``"fp8"``.
+        operands: a key of :data:`FORMATS`.
         experts, n, k: local experts, output features of a part, their length.
         tokens: rows an expert gets in the mean.
         active: experts that get any.
@@ -107,6 +122,7 @@ class Problem:
     def __init__(self, case: Case, device: torch.device, before: Problem | None) -> None:
         self.case = case
         weight_format, self.row_format = FORMATS[case.operands]
+        self.backend = select_backend(device, weight_format, self.row_format)
         same = before is not None and replace(before.case, tokens=0, active=0, routing="") == replace(
             case, tokens=0, active=0, routing=""
         )
@@ -124,17 +140,14 @@ class Problem:
         self.activation = Activation()
 
     def _draw(self, weight_format: str, device: torch.device) -> ExpertWeights:
-        case, fmt = self.case, get_format(weight_format)
-        data = torch.empty(case.experts, case.parts, case.n, case.k, dtype=fmt.data_dtype, device=device)
-        scales = fmt.scale_shape(case.n, case.k)
-        scale = None if scales is None else torch.empty(case.experts, case.parts, *scales, device=device)
+        """Random experts, packed where the kernels read them so."""
+        case = self.case
+        tiles = self.backend.weight_layout(weight_format, case.parts, case.n, case.k)
+        stack = make_stack(case.experts, case.parts, case.n, case.k, weight_format, device, tiles)
         for expert in range(case.experts):
             for part in range(case.parts):
-                q = fmt.quantize(torch.randn(case.n, case.k, device=device) * case.k**-0.5)
-                data[expert, part] = q.data
-                if scale is not None and q.scale is not None:
-                    scale[expert, part] = q.scale
-        return ExpertWeights(weight_format, data, scale, None, case.k)
+                stack.quantize_expert(expert, part, torch.randn(case.n, case.k, device=device) * case.k**-0.5)
+        return stack.weights()
 
     def run(self, backend: ComputeBackend) -> Any:
         if self.case.stage == "fc1":
@@ -170,13 +183,13 @@ class Problem:
         return float((torch.stack(got) - truth).norm() / truth.norm())
 
 
-def time_us(ranks: Ranks, call: Callable[[], Any], repeats: int, *, l2_flush: bool = False) -> float:
-    """Median µs a step; as many steps as fill some 20 ms."""
+def timed(ranks: Ranks, call: Callable[[], Any], repeats: int, *, l2_flush: bool = False) -> Timing:
+    """As many steps a replay as fill some 20 ms."""
     work = [Work({"step": call})]
     quick = Options(warmup=1, steps=2, repeats=1) if ranks.is_cuda else Options(warmup=0, steps=1, repeats=1)
     once = measure(ranks, work, quick).step_us
     steps = max(3, min(100, math.ceil(TARGET_US / once))) if ranks.is_cuda else 3
-    return measure(ranks, work, Options(warmup=2, steps=steps, repeats=repeats, l2_flush=l2_flush)).step_us
+    return measure(ranks, work, Options(warmup=2, steps=steps, repeats=repeats, l2_flush=l2_flush))
 
 
 def measure_rates(ranks: Ranks) -> dict[str, float] | None:
@@ -185,12 +198,12 @@ def measure_rates(ranks: Ranks) -> dict[str, float] | None:
         return None
     device = ranks.local[0].device
     a, b = (torch.randn(CUBE, CUBE, device=device).bfloat16() for _ in range(2))
-    rates = {"bf16_tflops": 2 * CUBE**3 / time_us(ranks, lambda: a @ b.t(), 3) / 1e6}
+    rates = {"bf16_tflops": 2 * CUBE**3 / timed(ranks, lambda: a @ b.t(), 3).step_us / 1e6}
     a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
-    product = time_us(ranks, lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16), 3)
-    rates["fp8_tflops"] = 2 * CUBE**3 / product / 1e6
+    product = timed(ranks, lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16), 3)
+    rates["fp8_tflops"] = 2 * CUBE**3 / product.step_us / 1e6
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
-    rates["read_tbps"] = READ_BYTES / time_us(ranks, data.sum, 3) / 1e6
+    rates["read_tbps"] = READ_BYTES / timed(ranks, data.sum, 3).step_us / 1e6
     return rates
 
 
@@ -203,104 +216,73 @@ def run_case(
     repeats: int,
     l2_flush: bool,
 ) -> dict[str, Any]:
-    """Check a case's output, time it, and set it beside its floor and peers."""
-    case = problem.case
-    backend = select_backend(ranks.local[0].device, problem.weights.format, problem.row_format)
-    limit = 5e-2 if case.operands == "fp8" and case.stage == "fc1" else 5e-3
+    """Check a case's output, time it, and set it beside its floor and peers; its results.
+
+    Raises:
+        GemmError: too far from fp64.
+    """
+    case, backend = problem.case, problem.backend
+    weights, rows = FORMATS[case.operands]
+    # FC1's output is requantized: what that costs is no fault of the product.
+    limit = REQUANTIZED_LIMIT[rows] if case.stage == "fc1" else PRODUCT_LIMIT
     error = problem.truth_error(problem.run(backend))
     if not error < limit:
-        raise ConfigError(f"{case}: relative error {error:.1e}, more than {limit:.0e}")
-    us = time_us(ranks, lambda: problem.run(backend), repeats, l2_flush=l2_flush)
+        raise GemmError(f"{case}: relative error {error:.1e}, more than {limit:.0e}")
+    timing = timed(ranks, lambda: problem.run(backend), repeats, l2_flush=l2_flush)
+    us = timing.step_us
     used = sum(count > 0 for count in case.counts())
-    size = 1 if case.operands == "fp8" else 2
-    weight_bytes = used * case.parts * case.n * case.k * size
+    weight_bytes = used * case.parts * get_format(weights).nbytes((case.n, case.k))
     operations = 2 * problem.rows * case.parts * case.n * case.k
-    result: dict[str, Any] = {
-        "us": us,
+    results: dict[str, Any] = {
+        **timing.as_results(),
         "error": error,
         "backend": backend.name,
+        "weight_bytes": weight_bytes,
         "weights_tbps": weight_bytes / us / 1e6,
         "tflops": operations / us / 1e6,
     }
     if rates is not None:
-        floor = max(weight_bytes / rates["read_tbps"], operations / rates[f"{case.operands}_tflops"]) / 1e6
-        result["floor_us"] = floor
+        unit = "fp8_tflops" if rows == "fp8" else "bf16_tflops"
+        results["floor_us"] = floor = max(weight_bytes / rates["read_tbps"], operations / rates[unit]) / 1e6
+        results["ratio"] = us / floor
+    results["peers_us"] = {}
     for peer in peers:
         call = problem.torch_grouped_mm() if peer == "torch" else None
-        result[f"{peer}_us"] = None if call is None else time_us(ranks, call, repeats, l2_flush=l2_flush)
-    return {"kind": "gemm", "parameters": {**asdict(case), "l2_flush": l2_flush}, "result": result, "rates": rates}
+        if call is not None:
+            results["peers_us"][peer] = timed(ranks, call, repeats, l2_flush=l2_flush).step_us
+    return results
 
 
-def run(
-    cases: Sequence[Case], *, peers: Sequence[str] = ("torch",), repeats: int = 7, l2_flush: bool = False,
-    device_type: str | None = None, json_file: str | None = None,
-) -> int:  # fmt: skip
-    """Measure, print a table, write JSON lines. Returns the exit code: 1 if a case failed."""
-    from rich.console import Console
-    from rich.progress import track
+class GemmBench(LocalBench):
+    """One run."""
 
-    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    ranks = Ranks.in_one_process([device])
-    console = Console(stderr=True)
-    record = provenance(kind)
-    with ranks.local[0].active():
-        rates = measure_rates(ranks)
-        lines, failed, problem = [], 0, None
-        for case in track(cases, "cases", console=console, transient=True, disable=not console.is_terminal):
-            try:
-                problem = Problem(case, device, problem)
-                lines.append({**run_case(ranks, problem, rates, peers, repeats=repeats, l2_flush=l2_flush), **record})
-            except (ConfigError, RuntimeError) as error:
-                failed += 1
-                problem = None
-                console.print(f"{case}: {error}", markup=False)
-                continue
-            if json_file:
-                with open(json_file, "a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
-    print_table(lines, rates)
-    return 1 if failed else 0
+    kind: ClassVar[str] = "gemm"
 
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        device_type: str | None,
+        *,
+        peers: Sequence[str] = ("torch",),
+        repeats: int = 7,
+        l2_flush: bool = False,
+    ) -> None:
+        super().__init__(device_type)
+        self.cases, self.peers, self.repeats, self.l2_flush = list(cases), tuple(peers), repeats, l2_flush
+        self._problem: Problem | None = None  # whose weights the next case may use again
 
-def print_table(lines: Sequence[dict[str, Any]], rates: dict[str, float] | None) -> None:
-    """One row a case."""
-    from rich.console import Console
-    from rich.table import Table
+    def measure_ceilings(self) -> tuple[dict[str, Any] | None, str | None]:
+        with self.active():
+            rates = measure_rates(self.ranks)
+        return rates, None if rates else "no ceilings on a CPU"
 
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    columns = (
-        "model",
-        "",
-        "operands",
-        "experts",
-        "N × K",
-        "tokens",
-        "routing",
-        "µs",
-        "floor",
-        "TB/s",
-        "TFLOP/s",
-        "torch",
-    )
-    for column in columns:
-        table.add_column(
-            column, justify="left" if column in ("model", "", "operands", "routing") else "right", no_wrap=True
-        )
-    for line in lines:
-        p, r = line["parameters"], line["result"]
-        floor, peer = r.get("floor_us"), r.get("torch_us")
-        table.add_row(
-            p["model"], p["stage"], p["operands"], f"{p['active']}/{p['experts']}", f"{p['n']} × {p['k']}",
-            str(p["tokens"]), p["routing"], f"{r['us']:.1f}", "" if floor is None else f"{floor:.1f}",
-            f"{r['weights_tbps']:.3g}", f"{r['tflops']:.3g}", "" if peer is None else f"{peer:.1f}",
-        )  # fmt: skip
-    console.print(table)
-    if rates is None:
-        console.print("Measured on a CPU; the numbers mean nothing for GPUs.")
-    else:
-        console.print(
-            f"This GPU: reads {rates['read_tbps']:.2f} TB/s, BF16 {rates['bf16_tflops']:.0f}, "
-            f"FP8 {rates['fp8_tflops']:.0f} TFLOP/s ({CUBE}³)."
-        )
+    def parameters(self, case: Case) -> dict[str, Any]:
+        return {**asdict(case), "parts": case.parts, "l2_flush": self.l2_flush, "repeats": self.repeats}
+
+    def results(self, case: Case) -> dict[str, Any]:
+        with self.active():
+            before, self._problem = self._problem, None
+            self._problem = Problem(case, self.device, before)
+            return run_case(
+                self.ranks, self._problem, self.ceilings, self.peers, repeats=self.repeats, l2_flush=self.l2_flush
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from moe_layer.cli_types import RAW, at_least, many, names, positive
@@ -70,7 +71,7 @@ def add(commands: Any) -> None:
     a2a.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time beside them: nccl")
     a2a.add_argument("--ranks", type=positive, metavar="P", help="(default: as many as GPUs; on the CPU 2)")
     a2a.add_argument(
-        "--routing", type=names, default=("perfect",), metavar="KIND,…", help="perfect, uniform, zipf:ALPHA"
+        "--routing", type=names, default=("perfect",), metavar="KIND,…", help="perfect, uniform, zipf:ALPHA, trace:FILE"
     )
     a2a.add_argument(
         "--launch",
@@ -87,7 +88,7 @@ def add(commands: Any) -> None:
     )
     a2a.add_argument("--no-phases", action="store_true", help="the round trip only, no second set of processes")
     a2a.add_argument("--seed", type=at_least(0), default=0, help="of routing and values (default: 0)")
-    a2a.add_argument("--json", metavar="FILE", help="write a JSON line a case as it is measured; - for stdout")
+    a2a.add_argument("--json", metavar="FILE", help="append a JSON line a case as it is measured; - for stdout")
     a2a.add_argument(
         "--crossover",
         metavar="FILE",
@@ -98,9 +99,11 @@ def add(commands: Any) -> None:
 def _bench_a2a(arguments: argparse.Namespace) -> int:
     import torch
 
-    from moe_layer.benchmarks import a2a_show
-    from moe_layer.benchmarks.a2a import CPU_OPTIONS, Plan, check_names
+    from moe_layer.benchmarks import a2a_crossover, show
+    from moe_layer.benchmarks.a2a import A2ABench, Plan, check_names
+    from moe_layer.benchmarks.bench import CPU_OPTIONS
     from moe_layer.benchmarks.harness import Options
+    from moe_layer.benchmarks.report.a2a import sections
     from moe_layer.benchmarks.routing import Routing
     from moe_layer.benchmarks.shapes import ALL_TO_ALL, get_shape
 
@@ -132,4 +135,7 @@ def _bench_a2a(arguments: argparse.Namespace) -> int:
         quantize=arguments.quantize,
     )
     fence = next((name for name in protocols if name.startswith("fence")), "fence")
-    return a2a_show.run(plan, json_file=arguments.json, crossover=arguments.crossover, fence=fence)
+    with A2ABench(plan) as bench:
+        if arguments.crossover is not None:
+            return a2a_crossover.run(bench, Path(arguments.crossover), fence=fence, json_file=arguments.json)
+        return show.run(bench, sections, json_file=arguments.json)[0]

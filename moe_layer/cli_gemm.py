@@ -16,6 +16,7 @@ GEMM_EXAMPLES = """\
 examples:
   moe-layer bench gemm                                      DeepSeek-V4.1-Flash and V3, BF16 and FP8, 8 ranks
   moe-layer bench gemm --model kimi_k3 --operands bf16 --tokens 1,64,512
+  moe-layer bench gemm --model kimi_k3 --operands mxfp4,nvfp4,int4 --tokens 1,16,64,256
   moe-layer bench gemm --tokens 1 --active 6 --l2-flush     few experts with work
   moe-layer bench gemm --tokens 512 --routing even,skew     one expert with 90 % of the rows
   moe-layer bench gemm --tile 64,128 --tokens 48,64,80 --routing poisson    other tiles than gemm/tiles.json has"""
@@ -41,7 +42,11 @@ def add(commands: Any) -> None:
     gemm.add_argument("--ranks", type=positive, metavar="P", help="that the experts are spread over (default: 8)")
     gemm.add_argument("--stage", type=names, default=("fc1", "fc2"), metavar="NAME,…", help="fc1, fc2 (default: both)")
     gemm.add_argument(
-        "--operands", type=names, default=("bf16", "fp8"), metavar="TYPE,…", help="bf16, fp8 (default: both)"
+        "--operands",
+        type=names,
+        default=("bf16", "fp8"),
+        metavar="TYPE,…",
+        help="bf16, fp8, mxfp4, nvfp4, int4, mxfp8 (default: bf16,fp8)",
     )
     gemm.add_argument(
         "--tokens", type=many(positive), default=(), metavar="M,…", help="rows an expert gets in the mean"
@@ -57,13 +62,14 @@ def add(commands: Any) -> None:
     gemm.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is a GPU)")
     gemm.add_argument("--repeats", type=positive, default=7, metavar="N", help="timed replays (default: 7)")
     gemm.add_argument("--l2-flush", action="store_true", help="flush the L2 cache before each step")
-    gemm.add_argument("--json", metavar="FILE", help="append a JSON line a case as it is measured")
+    gemm.add_argument("--json", metavar="FILE", help="append a JSON line a case as it is measured; - for stdout")
 
 
 def _bench_gemm(arguments: argparse.Namespace) -> int:
     import torch
 
-    from moe_layer.benchmarks import gemm
+    from moe_layer.benchmarks import gemm, show
+    from moe_layer.benchmarks.report.gemm import sections
     from moe_layer.benchmarks.shapes import get_shape
     from moe_layer.gemm.tile_choice import forced_tile
 
@@ -84,13 +90,13 @@ def _bench_gemm(arguments: argparse.Namespace) -> int:
     ]
     code = 0
     for tokens in arguments.tile or (None,):
-        with forced_tile(tokens):
-            code |= gemm.run(
-                cases,
-                peers=() if arguments.no_peer else ("torch",),
-                repeats=arguments.repeats,
-                l2_flush=arguments.l2_flush,
-                device_type=arguments.device,
-                json_file=arguments.json,
-            )
+        bench = gemm.GemmBench(
+            cases,
+            arguments.device,
+            peers=() if arguments.no_peer else ("torch",),
+            repeats=arguments.repeats,
+            l2_flush=arguments.l2_flush,
+        )
+        with bench, forced_tile(tokens):
+            code |= show.run(bench, sections, json_file=arguments.json)[0]
     return code

@@ -19,6 +19,7 @@ from moe_layer.benchmarks.a2a_work import Case, OneRank
 from moe_layer.benchmarks.ceilings import Ceilings
 from moe_layer.benchmarks.harness import Options
 from moe_layer.benchmarks.ranks import Ranks
+from moe_layer.benchmarks.report.pieces import number
 from moe_layer.benchmarks.routing import Routing
 from moe_layer.benchmarks.session import SessionError
 from moe_layer.benchmarks.shapes import get_shape
@@ -174,14 +175,14 @@ def test_bench_a2a_between_two_processes(tmp_path: Path, capsys: pytest.CaptureF
         p, r = line["parameters"], line["results"]
         assert (p["protocol"], p["ep_size"], p["launch"]) == ("collective", 2, "process")
         assert (p["warmup"], p["steps"], p["repeats"], p["l2_flush"]) == (1, 2, 3, False)
-        assert len(r["repeats_us"]) == 3 and r["min_us"] <= r["round_trip_us"] <= r["max_us"]
+        assert len(r["repeats_us"]) == 3 and r["min_us"] <= r["us"] <= r["max_us"]
         assert set(r["phases_us"]) == {"dispatch", "combine"} and min(r["phases_us"].values()) > 0
         assert r["load_imbalance"] == 1.0 or p["routing"] != "perfect"
         # Perfect routing of eight or six selections reaches both ranks, so each token travels to the other one.
         assert r["copies_on_busiest_link"] == p["tokens_per_rank"] or p["routing"] != "perfect"
-        assert f"T={p['tokens_per_rank']} collective: {r['round_trip_us']:.2f} µs" in out
+        assert f"T={p['tokens_per_rank']} collective: {number(r['us'], 4)} µs" in out
     assert lines[2]["parameters"]["dispatch_bytes"] == 2560 + 336 + 48
-    assert "mean nothing for GPUs" in out and "round trip" in out
+    assert "mean nothing for GPUs" in out and "All-to-all: CPU" in out
 
 
 def test_a_failing_case_is_a_line_and_the_next_one_runs(
@@ -190,20 +191,20 @@ def test_a_failing_case_is_a_line_and_the_next_one_runs(
     """One rank's process is enough: the token count at which the case breaks is out of reach of the checks."""
     from moe_layer.benchmarks import a2a
 
-    real = a2a.Bench.record
+    real = a2a.A2ABench.record
 
-    def record(self: a2a.Bench, case: Case) -> dict[str, Any]:
+    def record(self: a2a.A2ABench, case: Case) -> dict[str, Any]:
         if case.tokens == 2:
             object.__setattr__(case, "protocol", "nccl")  # which a CPU process refuses
         return real(self, case)
 
-    monkeypatch.setattr(a2a.Bench, "record", record)
+    monkeypatch.setattr(a2a.A2ABench, "record", record)
     file = tmp_path / "lines.json"
     argv = "bench a2a --device cpu --ranks 1 --model kimi_linear --tokens 2,1 --steps 1 --warmup 0 --repeats 1 --json"
     assert cli.main([*argv.split(), str(file)]) == 1
     failed, good = (json.loads(line) for line in file.read_text().splitlines())
     assert failed["error"].startswith("ConfigError: peer 'nccl' needs a process a rank") and "results" not in failed
-    assert failed["commit"] == good["commit"] and good["results"]["round_trip_us"] > 0
+    assert failed["commit"] == good["commit"] and good["results"]["us"] > 0
     out, err = capsys.readouterr()
     assert "T=2 nccl: FAILED: ConfigError" in out and "Traceback" in err
 
@@ -283,7 +284,7 @@ class FakeBench:
             return {"error": "TimeoutError: rank 1 is gone", "details": ""}
         sentinel = 5 + 0.05 * case.tokens
         fence = 5 + 0.05 * self.crossing + 0.01 * (case.tokens - self.crossing)
-        return {"results": {"round_trip_us": sentinel if case.protocol == "sentinel" else fence}}
+        return {"results": {"us": sentinel if case.protocol == "sentinel" else fence}}
 
 
 def search(bench: FakeBench, fence: str = "fence") -> dict[str, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_layer.benchmarks.routing import (
     Routing,
@@ -136,3 +138,39 @@ def test_names_of_routings(text: str, alpha: float | None) -> None:
 def test_unknown_routings(text: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown routing .*zipf:ALPHA"):
         Routing.parse(text)
+
+
+def trace(path: Path, **tensors: torch.Tensor) -> str:
+    save_file(tensors, str(path))
+    return str(path)
+
+
+def test_a_trace_is_taken_in_turn(tmp_path: Path) -> None:
+    """Rank r takes tokens r·T …, and after the last the first again."""
+    ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [7, 0]])
+    routing = Routing.parse("trace:" + trace(tmp_path / "t.safetensors", topk_ids=ids))
+    assert str(routing) == "trace:t.safetensors"
+    placement = ExpertPlacement.contiguous(8, 2)
+    assert routing.ids(3, 2, placement, 0).tolist() == ids[:3].tolist()
+    second = routing.ids(3, 2, placement, 1)
+    assert second.tolist() == [[6, 7], [7, 0], [0, 1]] and second.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("top_k", "experts"), [(3, 8), (2, 7)])
+def test_a_trace_of_another_model(tmp_path: Path, top_k: int, experts: int) -> None:
+    routing = Routing.parse("trace:" + trace(tmp_path / "t.safetensors", topk_ids=torch.tensor([[0, 7]])))
+    with pytest.raises(
+        ConfigError, match=f"2 selections a token, ids 0 to 7, but the model selects {top_k} of {experts}"
+    ):
+        routing.ids(1, top_k, ExpertPlacement.contiguous(experts, 1), 0)
+
+
+def test_what_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Routing.parse(f"trace:{tmp_path / 'nowhere'}")
+    (tmp_path / "text").write_text("hello, this is no safetensors file")
+    with pytest.raises(ConfigError, match=r"trace .*text"):
+        Routing.parse(f"trace:{tmp_path / 'text'}")
+    wrong = trace(tmp_path / "w.safetensors", ids=torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(ConfigError, match=r"no topk_ids \[tokens, top_k\]"):
+        Routing.parse(f"trace:{wrong}")
