@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from moe_layer.benchmarks.a2a_work import ONE_SIDED, PEERS, PORTABLE, QUANTIZE, Case, prepared
+from moe_layer.benchmarks import peers
+from moe_layer.benchmarks.a2a_case import Case
+from moe_layer.benchmarks.a2a_work import ONE_SIDED, PEERS, PORTABLE, QUANTIZE, prepared
 from moe_layer.benchmarks.bench import RanksBench
 from moe_layer.benchmarks.ceilings import Ceilings, measure_ceilings
 from moe_layer.benchmarks.harness import Options, Timing, measure, measure_phases
@@ -85,6 +87,13 @@ class A2ABench(RanksBench):
         self.plan = plan
         self.cases: list[Case] = plan.cases(self.size)
         check(self.cases, self.device_type, self.session.launch, self.options)
+
+    def absent(self, case: Case) -> str | None:
+        if case.protocol not in PEERS:
+            return None
+        if case.quantize != "given":
+            return "peers move rows that are given"
+        return peers.absence(case.protocol, case, self.device_type)
 
     def measure_ceilings(self) -> tuple[dict[str, Any] | None, str | None]:
         if self.device_type == "cpu" or self.size == 1:
@@ -184,7 +193,9 @@ def check(cases: list[Case], device_type: str, launch: str, options: Options) ->
     if options.l2_flush and device_type == "cpu":
         raise ConfigError("--l2-flush flushes a GPU's cache; on the CPU there is nothing to flush")
     for case in cases:
-        if device_type == "cpu" and (case.protocol in ONE_SIDED or case.protocol in PEERS):
+        if case.protocol in PEERS:
+            continue  # what is not there becomes a line
+        if device_type == "cpu" and case.protocol in ONE_SIDED:
             raise ConfigError(
                 f"protocol {case.protocol!r} runs between GPUs and there is none here; 'collective' runs on CPUs, "
                 "'loopback' on one rank"
@@ -199,12 +210,10 @@ def check(cases: list[Case], device_type: str, launch: str, options: Options) ->
             raise ConfigError(f"unknown way to quantize {case.quantize!r}; known: {', '.join(QUANTIZE)}")
         if case.quantize != "given" and case.shape.activation_format == "bf16":
             raise ConfigError(f"{case.shape.label} has nothing to quantize; name a format (NAME:FORMAT)")
-        if case.quantize != "given" and case.protocol in PEERS:
-            raise ConfigError(f"peer {case.protocol!r} moves bytes that are given; it quantizes nothing")
         case.ids(0)  # routing that the shape does not allow
 
 
-def check_names(protocols: Sequence[str], peers: Sequence[str]) -> None:
+def check_names(protocols: Sequence[str]) -> None:
     """Raise unless all are known.
 
     Raises:
@@ -213,6 +222,3 @@ def check_names(protocols: Sequence[str], peers: Sequence[str]) -> None:
     for name in protocols:
         if name not in ONE_SIDED and name not in PORTABLE:
             raise ConfigError(f"unknown protocol {name!r}; known: {', '.join((*ONE_SIDED, *PORTABLE))}")
-    for name in peers:
-        if name not in PEERS:
-            raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_layer.benchmarks import show
 from moe_layer.benchmarks.a2a import A2ABench, crossover_row_bytes
-from moe_layer.benchmarks.a2a_work import Case
+from moe_layer.benchmarks.a2a_case import Case
 from moe_layer.benchmarks.machine import describe
 from moe_layer.benchmarks.report.a2a import sections
 from moe_layer.benchmarks.routing import Routing

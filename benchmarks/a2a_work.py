@@ -1,4 +1,4 @@
-"""One rank's dispatch and combine as the harness times them, with checks of every output, and NCCL's as a peer.
+"""One rank's dispatch and combine as the harness times them, with checks of every output (peers: :mod:`.peers`).
 
 Before and after the timed replays, an eager step sends fresh random rows, scales, ids and weights, computes partial
 results that depend on all of them, and compares the combined output with the same sum formed at the source, bit by bit.
@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from moe_layer.benchmarks import peers
+from moe_layer.benchmarks.a2a_case import Case
 from moe_layer.benchmarks.harness import Work
 from moe_layer.benchmarks.ranks import LocalRank, Ranks
-from moe_layer.benchmarks.routing import Routing, copies
-from moe_layer.benchmarks.shapes import Shape
-from moe_layer.comm import Channel, DispatchResult, ExpertParallelComm, ExpertPlacement
+from moe_layer.benchmarks.routing import copies
+from moe_layer.comm import Channel, DispatchResult, ExpertParallelComm
 from moe_layer.comm.rows import as_byte_rows
 from moe_layer.errors import CommunicationError, ConfigError
 from moe_layer.quant import get_format
@@ -35,58 +35,11 @@ ONE_SIDED: dict[str, dict[str, Any]] = {
     "auto": {},
 }
 PORTABLE = ("collective", "loopback")
-PEERS = ("nccl",)
+PEERS = peers.names("a2a")
 # Where rows are quantized: before the step, in it by the format's own kernels, by dispatch itself, or on arrival after
 # one in BF16 ("before" and "target" are the last rows of the paper's Table A.5).
 QUANTIZE = ("given", "before", "fused", "target")
 PRIMES = (251, 127, 83, 61, 31, 13, 7, 3)  # moduli of the checksums in partial results
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-        shape: whose rows travel.
-        tokens: T on every rank, and T̂.
-        protocol: a key of :data:`ONE_SIDED`, one of :data:`PORTABLE` or of :data:`PEERS`.
-        ep_size: ranks.
-        routing: which experts the tokens select.
-        seed: of ids and values.
-        quantize: one of :data:`QUANTIZE`; all but the first dispatch BF16 values.
-    """
-
-    shape: Shape
-    tokens: int
-    protocol: str
-    ep_size: int
-    routing: Routing
-    seed: int = 0
-    quantize: str = "given"
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        return ExpertPlacement.contiguous(self.shape.num_experts, self.ep_size)
-
-    def ids(self, rank: int) -> torch.Tensor:
-        """``[T, top_k]`` int32, on the CPU, of source rank ``rank``."""
-        return self.routing.ids(self.tokens, self.shape.top_k, self.placement, rank, self.seed)
-
-    @property
-    def dispatch_bytes(self) -> int:
-        """Bytes of a token to each of its ranks."""
-        shape = replace(self.shape, activation_format="bf16") if self.quantize == "target" else self.shape
-        return shape.dispatch_bytes
-
-    @property
-    def combine_bytes(self) -> int:
-        """Bytes of a partial result on the wire."""
-        return self.shape.combine_bytes // (2 if self.protocol == "fence+fp8" else 1)
-
-    @property
-    def combine_pulls(self) -> bool:
-        """Whether combine loads from its peers rather than being stored to."""
-        return self.protocol in ("fence", "fence+fp8")
 
 
 @contextmanager
@@ -98,7 +51,8 @@ def prepared(ranks: Ranks, case: Case) -> Iterator[list[Work]]:
         CommunicationError: an output that differs from the reference.
     """
     if case.protocol in PEERS:
-        yield [NcclWork(ranks, rank, case).work() for rank in ranks.local]
+        with peers.adapter(case.protocol).works(ranks, case) as works_of_peer:
+            yield works_of_peer
         return
     channels = _channels(ranks, case)
     works = [OneRank(channel, rank, case) for channel, rank in zip(channels, ranks.local)]
@@ -314,51 +268,3 @@ def check_one_step(ranks: Ranks, works: Sequence[OneRank]) -> None:
         with work.rank.active():
             work.raise_reported()
             work.compare(reference)
-
-
-class NcclWork:
-    """The bytes of dispatch and of combine through ``all_to_all_single``, with row counts known beforehand.
-
-    What a collective needs beside them is left out (counts, packing, unpacking and the sum), so this is less than any
-    all-to-all built on it takes.
-    """
-
-    def __init__(self, ranks: Ranks, rank: LocalRank, case: Case) -> None:
-        if ranks.group is None or not ranks.is_cuda:
-            raise ConfigError("peer 'nccl' needs a process a rank and a GPU for each (launch 'process')")
-        self.case, self.rank, self.group = case, rank, ranks.group
-        matrix = torch.stack([copies(case.ids(r), case.placement).sum(0) for r in range(ranks.size)])
-        self.send, self.receive = matrix[rank.rank].tolist(), matrix[:, rank.rank].tolist()
-        shape = case.shape
-
-        def buffer(rows: int, nbytes: int) -> torch.Tensor:
-            return torch.empty(rows, nbytes, dtype=torch.uint8, device=rank.device)
-
-        self.sent, self.received = (buffer(sum(n), shape.dispatch_bytes) for n in (self.send, self.receive))
-        self.partials, self.returned = (buffer(sum(n), shape.combine_bytes) for n in (self.receive, self.send))
-
-    def work(self) -> Work:
-        return Work({"dispatch": self.dispatch, "combine": self.combine}, self.refresh, self.check)
-
-    def dispatch(self) -> None:
-        dist.all_to_all_single(self.received, self.sent, self.receive, self.send, group=self.group)
-
-    def combine(self) -> None:
-        dist.all_to_all_single(self.returned, self.partials, self.send, self.receive, group=self.group)
-
-    def refresh(self, repeat: int) -> None:
-        self.repeat = repeat
-        self.sent.copy_(self._row(self.rank.rank, self.sent.shape[1]).expand_as(self.sent))
-        self.partials.copy_(self._row(self.rank.rank, self.partials.shape[1]).expand_as(self.partials))
-        self.received.zero_()
-        self.returned.zero_()
-
-    def _row(self, rank: int, nbytes: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed((self.case.seed * 1000 + rank) * 1000 + self.repeat)
-        return torch.randint(1, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(self.rank.device)
-
-    def check(self) -> None:
-        for arrived, counts in ((self.received, self.receive), (self.returned, self.send)):
-            for r, rows in enumerate(arrived.split(counts)):
-                if not torch.equal(rows, self._row(r, arrived.shape[1]).expand_as(rows)):
-                    raise CommunicationError(f"rank {self.rank.rank}: rows from rank {r} arrived damaged")

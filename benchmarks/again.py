@@ -7,11 +7,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_layer.benchmarks import a2a, gemm, layer, load, quant
-from moe_layer.benchmarks.a2a_work import Case as A2ACase
+from moe_layer.benchmarks.a2a_case import Case as A2ACase
 from moe_layer.benchmarks.bench import Bench
+from moe_layer.benchmarks.gemm_case import Case as GemmCase
 from moe_layer.benchmarks.harness import Options
+from moe_layer.benchmarks.layer_case import Case as LayerCase
 from moe_layer.benchmarks.layer_work import ALONE
-from moe_layer.benchmarks.layer_work import Case as LayerCase
 from moe_layer.benchmarks.records import Line
 from moe_layer.benchmarks.report import a2a as a2a_report
 from moe_layer.benchmarks.report import gemm as gemm_report
@@ -108,7 +109,7 @@ def a2a_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]], 
 
 def gemm_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]], list[pieces.Section]]]:
     p = lines[0]["parameters"]
-    cases = [same(gemm.Case, line) for line in lines]
+    cases = [same(GemmCase, line) for line in lines]
     bench = gemm.GemmBench(cases, device_of(lines), peers=(), repeats=p["repeats"], l2_flush=p["l2_flush"])
     return bench, gemm_report.sections
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
 
 from moe_layer.backend import select_backend
+from moe_layer.benchmarks import peers as peers_of
 from moe_layer.benchmarks.bench import LocalBench
+from moe_layer.benchmarks.gemm_case import Case
 from moe_layer.benchmarks.harness import Options, Timing, Work, measure
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.shapes import Shape
@@ -49,47 +51,6 @@ TARGET_US = 2e4  # of timed steps a replay
 
 class GemmError(MoELayerError, RuntimeError):
     """A product was wrong."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One projection of a rank's experts.
-
-    Attributes:
-        model: name of the shape.
-        stage: ``"fc1"`` or ``"fc2"``.
-        operands: a key of :data:`FORMATS`.
-        experts, n, k: local experts, output features of a part, their length.
-        tokens: rows an expert gets in the mean.
-        active: experts that get any.
-        routing: ``"even"``: all active experts alike; ``"poisson"``: independently random; ``"skew"``: 90 % of the rows
-            go to one expert.
-    """
-
-    model: str
-    stage: str
-    operands: str
-    experts: int
-    n: int
-    k: int
-    tokens: int
-    active: int
-    routing: str = "even"
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.stage == "fc1" else 1
-
-    def counts(self) -> list[int]:
-        """Rows of each expert."""
-        if self.routing == "skew":
-            few = self.experts * self.tokens // 10 // max(self.experts - 1, 1)
-            return [self.experts * self.tokens - few * (self.experts - 1)] + [few] * (self.experts - 1)
-        counts = [self.tokens] * self.active + [0] * (self.experts - self.active)
-        if self.routing == "poisson":
-            generator = torch.Generator().manual_seed(self.tokens)
-            counts = torch.poisson(torch.tensor(counts, dtype=torch.float32), generator=generator).int().tolist()
-        return counts
 
 
 def cases_of(
@@ -153,14 +114,6 @@ class Problem:
         if self.case.stage == "fc1":
             return backend.fc1(self.x, self.weights, self.index, self.activation, self.row_format)
         return backend.fc2(self.x, self.weights, self.index)
-
-    def torch_grouped_mm(self) -> Callable[[], Any] | None:
-        """PyTorch's grouped product of rows already in order, without gather and activation; None where it has none."""
-        if self.case.operands != "bf16" or not hasattr(torch, "_grouped_mm") or not self.x.data.is_cuda:
-            return None
-        x = torch.randn(self.rows, self.case.k, device=self.x.data.device).bfloat16()
-        weights = self.weights.data.flatten(1, 2).transpose(1, 2)
-        return lambda: torch._grouped_mm(x, weights, offs=self.index.offsets[1:])
 
     def truth_error(self, result: Any) -> float:
         """Relative L2 error of a sample of rows, against fp64."""
@@ -247,9 +200,12 @@ def run_case(
         results["ratio"] = us / floor
     results["peers_us"] = {}
     for peer in peers:
-        call = problem.torch_grouped_mm() if peer == "torch" else None
-        if call is not None:
-            results["peers_us"][peer] = timed(ranks, call, repeats, l2_flush=l2_flush).step_us
+        absence = peers_of.absence(peer, case, ranks.local[0].device.type)
+        if absence is not None:
+            results.setdefault("peers_absent", {})[peer] = absence
+            continue
+        call = peers_of.adapter(peer).call(case, problem.weights, problem.index)
+        results["peers_us"][peer] = timed(ranks, call, repeats, l2_flush=l2_flush).step_us
     return results
 
 

@@ -18,11 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from moe_layer.benchmarks import peers
 from moe_layer.benchmarks.bench import RanksBench
 from moe_layer.benchmarks.ceilings import Ceilings, launch_us, measure_ceilings
 from moe_layer.benchmarks.gemm import measure_rates
 from moe_layer.benchmarks.harness import Options, Timing, measure
-from moe_layer.benchmarks.layer_work import ALONE, EXPERT_FORMAT, ONE_SIDED, TRANSPORTS, Case, OneLayer, prepared
+from moe_layer.benchmarks.layer_case import EXPERT_FORMAT, Case
+from moe_layer.benchmarks.layer_work import ALONE, ONE_SIDED, TRANSPORTS, OneLayer, prepared
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.routing import Routing, busiest_link, copies, load_imbalance, traffic
 from moe_layer.benchmarks.session import SessionError
@@ -32,6 +34,7 @@ from moe_layer.errors import ConfigError, UnsupportedDeviceError
 from moe_layer.quant import get_format
 from moe_layer.stages import StageTimer
 
+PEERS = peers.names("layer")
 MODELS = ("deepseek_v41", "kimi_k3")
 TOKENS = (1, 16, 128, 1024, 4096)
 CPU_OPTIONS = Options(warmup=1, steps=3, repeats=3)
@@ -82,6 +85,9 @@ class Plan:
 
 def time_case(ranks: Ranks, case: Case, options: Options) -> tuple[Timing, dict[str, Any]]:
     """In every process: the case's step time, and what else there is to say of it."""
+    if case.protocol in PEERS:
+        with peers.adapter(case.protocol).works(ranks, case) as works:
+            return measure(ranks, works, options), {"transport": case.protocol}
     with prepared(ranks, case) as layers:
         timing = measure(ranks, [layer.work() for layer in layers], options)
         errors = [layer.error for layer in layers]
@@ -153,6 +159,9 @@ class LayerBench(RanksBench):
         self.cases: list[Case] = plan.cases((plan.ranks or 8) if plan.alone else self.size)
         check(self.cases, self.device_type, self.session.launch, self.options)
 
+    def absent(self, case: Case) -> str | None:
+        return peers.absence(case.protocol, case, self.device_type) if case.protocol in PEERS else None
+
     def measure_ceilings(self) -> tuple[dict[str, Any] | None, str | None]:
         ceilings, note = self.session.run(machine_ceilings)[0]
         return ceilings, note
@@ -185,7 +194,7 @@ class LayerBench(RanksBench):
         timing, found = self.session.run(time_case, case, self.options)[0]
         results: dict[str, Any] = {**timing.as_results(), **found}
         results.pop("phases_us", None)  # of the whole step
-        if self.plan.stages and timing.method == "graph":
+        if self.plan.stages and timing.method == "graph" and case.protocol not in PEERS:
             try:
                 results |= self.phase_session.run(time_stages, case, self.options)[0]
             except SessionError as error:
@@ -257,8 +266,10 @@ def check(cases: list[Case], device_type: str, launch: str, options: Options) ->
     if options.l2_flush and device_type == "cpu":
         raise ConfigError("--l2-flush flushes a GPU's cache; on the CPU there is nothing to flush")
     for case in cases:
+        if case.protocol in PEERS:
+            continue  # what is not there becomes a line
         if case.protocol not in TRANSPORTS:
-            raise ConfigError(f"unknown protocol {case.protocol!r}; known: {', '.join(TRANSPORTS)}")
+            raise ConfigError(f"unknown protocol {case.protocol!r}; known: {', '.join((*TRANSPORTS, *PEERS))}")
         if device_type == "cpu" and case.protocol in ONE_SIDED[1:]:
             raise ConfigError(
                 f"protocol {case.protocol!r} runs between GPUs and there is none here; 'collective' runs on CPUs, "

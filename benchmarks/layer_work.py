@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moe_layer.benchmarks.harness import Work
+from moe_layer.benchmarks.layer_case import Case
+from moe_layer.benchmarks.layer_truth import check_rows, chosen, compare, partial_truth
 from moe_layer.benchmarks.ranks import LocalRank, Ranks
 from moe_layer.benchmarks.routers import ROUTERS
-from moe_layer.benchmarks.routing import Routing, copies
-from moe_layer.benchmarks.shapes import Shape
+from moe_layer.benchmarks.routing import copies
 from moe_layer.benchmarks.stand_in import StandInChannel
-from moe_layer.comm import Channel, DispatchResult, ExpertPlacement
+from moe_layer.comm import Channel, DispatchResult
 from moe_layer.config import MoEConfig
-from moe_layer.errors import ConfigError, MoELayerError
+from moe_layer.errors import ConfigError
 from moe_layer.layer import MoELayer
 from moe_layer.parallel import ExpertParallel
 from moe_layer.quant import get_format
@@ -34,91 +35,7 @@ ALONE = "none"  # the transport of one rank without its peers
 ONE_SIDED = ("auto", "one-sided", "sentinel", "fence")
 PORTABLE = ("collective", "loopback")
 TRANSPORTS = (*ONE_SIDED, *PORTABLE, ALONE)
-CHECKED_TOKENS = 2  # of a rank, in fp64
 ERROR_LIMIT = 5.7e-3  # relative L2, the paper's (Appendix B)
-EXPERT_FORMAT = {"fp8": "fp8_128x128"}  # weights whose scales span rows
-
-
-class LayerError(MoELayerError, RuntimeError):
-    """A layer's output was wrong."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-        shape: the model; its formats are the layer's.
-        tokens: T on every rank, and T̂.
-        protocol: one of :data:`TRANSPORTS`, or the name of a peer.
-        ep_size: ranks.
-        routing: which experts the tokens select.
-        seed: of ids, values and weights.
-        quantize_at: as of :class:`~moe_layer.layer.MoELayer`.
-        route: whether the router runs too.
-    """
-
-    shape: Shape
-    tokens: int
-    protocol: str
-    ep_size: int
-    routing: Routing
-    seed: int = 0
-    quantize_at: str = "source"
-    route: bool = False
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        return ExpertPlacement.contiguous(self.shape.num_experts, self.ep_size)
-
-    @property
-    def weight_format(self) -> str:
-        return EXPERT_FORMAT.get(self.shape.weight_format, self.shape.weight_format)
-
-    def config(self) -> MoEConfig:
-        """The routed experts as a model of their own."""
-        shape, act = self.shape, self.shape.activation
-        return MoEConfig(
-            "benchmark", shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
-            hidden_act="situ" if act.kind == "situ" else "silu", swiglu_limit=act.limit,
-            situ_beta=act.beta, situ_linear_beta=act.linear_beta,
-        )  # fmt: skip
-
-    def ids(self, rank: int) -> torch.Tensor:
-        """``[T, top_k]`` int32, on the CPU, of source rank ``rank``."""
-        return self.routing.ids(self.tokens, self.shape.top_k, self.placement, rank, self.seed)
-
-    def weights(self, rank: int) -> torch.Tensor:
-        """``[T, top_k]`` fp32 router weights, on the CPU, that sum to one."""
-        generator = torch.Generator().manual_seed(self.seed * 1000 + rank)
-        weights = torch.rand(self.tokens, self.shape.top_k, generator=generator) + 0.1
-        return weights / weights.sum(1, keepdim=True)
-
-    def z(self, rank: int, repeat: int = 0) -> torch.Tensor:
-        """``[T, hidden]`` BF16 tokens of N(0, 1), on the CPU."""
-        generator = torch.Generator().manual_seed((self.seed * 1000 + rank) * 1000 + repeat)
-        return torch.randn(self.tokens, self.shape.hidden_size, generator=generator).bfloat16()
-
-    def projections(self, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gate and up ``[inter, hidden]`` and down ``[hidden, inter]`` of a global expert, BF16.
-
-        The same values on every device of a kind; variance one over the row length.
-        """
-        generator = torch.Generator(device).manual_seed(self.seed * 100_003 + expert)
-        hidden, inter = self.shape.hidden_size, self.shape.intermediate_size
-        shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
-        drawn = [torch.randn(n, k, generator=generator, device=device) * k**-0.5 for n, k in shapes]
-        gate, up, down = (w.bfloat16() for w in drawn)
-        return gate, up, down
-
-    def bf16_experts(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[E_ℓ, 2·inter, hidden]`` and ``[E_ℓ, hidden, inter]`` BF16 weights of a rank, for peers."""
-        gate_up, down = [], []
-        for expert in self.placement.local_experts(rank):
-            gate, up, d = self.projections(expert, device)
-            gate_up.append(torch.cat([gate, up]))
-            down.append(d)
-        return torch.stack(gate_up), torch.stack(down)
 
 
 @contextmanager
@@ -277,35 +194,18 @@ class OneLayer:
         if report is not None:
             report()
         if isinstance(self.channel, StandInChannel):
-            got, want = self._partial_results(self.channel)
+            error = compare(self.rank.rank, *self._partial_results(self.channel), ERROR_LIMIT)
         else:
             assert self.output is not None
-            tokens = self._chosen(self.case.tokens)
-            got = self.output[tokens].double()
-            ids, weights, z = self.ids.cpu(), self.weights.cpu(), self.z
-            want = torch.stack([
-                sum(
-                    (self.truth(z[t], ids[t], weights[t], rank) for rank in range(self.case.ep_size)),
-                    start=torch.zeros(z.shape[1], dtype=torch.float64, device=z.device),
-                )
-                for t in tokens
-            ])  # fmt: skip
-        norm = float(want.norm())
-        error = float((got - want).norm()) / norm if norm else float(got.norm())
-        if not error <= ERROR_LIMIT:  # NaN too
-            raise LayerError(f"rank {self.rank.rank}: relative L2 error {error:.1e}, more than {ERROR_LIMIT:.1e}")
+            error = check_rows(self.case, self.rank.rank, self.z, self.output, ERROR_LIMIT)
         self.error = max(self.error, error)
-
-    def _chosen(self, count: int) -> list[int]:
-        """First, last, or fewer."""
-        return sorted({round(i * (count - 1) / max(1, CHECKED_TOKENS - 1)) for i in range(min(CHECKED_TOKENS, count))})
 
     def _partial_results(self, channel: StandInChannel) -> tuple[torch.Tensor, torch.Tensor]:
         assert channel.received is not None and channel.partials is not None
         ids, weights = channel.received.topk_ids.cpu(), channel.received.topk_weights
         assert weights is not None
         used = (ids >= 0).any(1).nonzero().flatten().tolist()
-        slots = [used[i] for i in self._chosen(len(used))] if used else []
+        slots = [used[i] for i in chosen(len(used))] if used else []
         got = channel.partials[slots].double()
         if not slots:
             return got, got
@@ -313,31 +213,5 @@ class OneLayer:
         for slot in slots:
             source, token = divmod(slot, self.case.tokens)
             z = self.case.z(source, self.repeat)[token].to(self.rank.device)
-            want.append(self.truth(z, ids[slot], weights[slot].cpu(), self.rank.rank))
+            want.append(partial_truth(self.case, z, ids[slot], weights[slot].cpu(), self.rank.rank))
         return got, torch.stack(want)
-
-    def truth(self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rank: int) -> torch.Tensor:
-        """fp64 ``[hidden]``: what rank ``rank`` adds to a token, with the layer's quantization points."""
-        case = self.case
-        rows = get_format(case.shape.activation_format)
-        stored = get_format(case.weight_format)
-
-        def rounded(x: torch.Tensor) -> torch.Tensor:
-            return rows.dequantize_reference(rows.quantize_reference(x.reshape(1, -1).float()))[0].double()
-
-        def weight(w: torch.Tensor) -> torch.Tensor:
-            scale = None
-            if stored.two_level:  # one a projection, as in checkpoints
-                largest = stored.quantize_reference(w.abs().amax().float().reshape(1, 1)).global_scale
-                assert largest is not None
-                scale = largest.reshape(())
-            return stored.dequantize_reference(stored.quantize_reference(w, global_scale=scale)).double()
-
-        total = torch.zeros_like(z, dtype=torch.float64)
-        x = rounded(z)
-        for expert, scale in zip(ids.tolist(), weights.tolist()):
-            if not 0 <= expert < case.shape.num_experts or case.placement.rank_of[expert] != rank:
-                continue
-            gate, up, down = (weight(w) for w in case.projections(expert, z.device))
-            total += scale * (down @ rounded(case.shape.activation(gate @ x, up @ x)))
-        return total if case.shape.activation_format == "fp32" else total.bfloat16().double()

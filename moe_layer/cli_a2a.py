@@ -68,7 +68,13 @@ def add(commands: Any) -> None:
         help="where rows become the format's: given (not timed), before (by its own kernels, then dispatch), fused "
         "(by dispatch itself), target (by its own kernels, after a dispatch in BF16) (default: given)",
     )
-    a2a.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time beside them: nccl")
+    a2a.add_argument(
+        "--peer",
+        type=names,
+        default=(),
+        metavar="NAME,…",
+        help="nccl, flashinfer, deepep, deepep-ll, all",
+    )
     a2a.add_argument("--ranks", type=positive, metavar="P", help="(default: as many as GPUs; on the CPU 2)")
     a2a.add_argument(
         "--routing", type=names, default=("perfect",), metavar="KIND,…", help="perfect, uniform, zipf:ALPHA, trace:FILE"
@@ -103,11 +109,12 @@ def _bench_a2a(arguments: argparse.Namespace) -> int:
     from moe_layer.benchmarks.a2a import A2ABench, Plan, check_names
     from moe_layer.benchmarks.bench import CPU_OPTIONS
     from moe_layer.benchmarks.harness import Options
+    from moe_layer.benchmarks.peers import chosen
     from moe_layer.benchmarks.report.a2a import sections
     from moe_layer.benchmarks.routing import Routing
     from moe_layer.benchmarks.shapes import ALL_TO_ALL, get_shape
 
-    check_names(arguments.protocol, arguments.peer)
+    check_names(arguments.protocol)
     gpu = (arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     one = arguments.ranks == 1
     default = Options() if gpu else CPU_OPTIONS
@@ -119,7 +126,7 @@ def _bench_a2a(arguments: argparse.Namespace) -> int:
     plan = Plan(
         shapes=tuple(get_shape(name) for name in arguments.model or ALL_TO_ALL),
         tokens=arguments.tokens or ((1, 16, 64, 128, 256, 512, 1024, 4096) if gpu else (1, 16, 64)),
-        protocols=(*protocols, *arguments.peer),
+        protocols=(*protocols, *chosen("a2a", arguments.peer)),
         routings=tuple(Routing.parse(kind) for kind in arguments.routing),
         ranks=arguments.ranks,
         launch=arguments.launch,

@@ -58,7 +58,10 @@ def add(commands: Any) -> None:
     gemm.add_argument(
         "--tile", type=many(positive), default=(), metavar="TOKENS,…", help="tiles to try instead of the table's choice"
     )
-    gemm.add_argument("--no-peer", action="store_true", help="without PyTorch's own grouped product")
+    gemm.add_argument(
+        "--peer", type=names, default=("torch",), metavar="NAME,…", help="torch, deepgemm or all (default: torch)"
+    )
+    gemm.add_argument("--no-peer", action="store_true", help="without any")
     gemm.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is a GPU)")
     gemm.add_argument("--repeats", type=positive, default=7, metavar="N", help="timed replays (default: 7)")
     gemm.add_argument("--l2-flush", action="store_true", help="flush the L2 cache before each step")
@@ -69,6 +72,7 @@ def _bench_gemm(arguments: argparse.Namespace) -> int:
     import torch
 
     from moe_layer.benchmarks import gemm, show
+    from moe_layer.benchmarks.peers import chosen
     from moe_layer.benchmarks.report.gemm import sections
     from moe_layer.benchmarks.shapes import get_shape
     from moe_layer.gemm.tile_choice import forced_tile
@@ -93,7 +97,7 @@ def _bench_gemm(arguments: argparse.Namespace) -> int:
         bench = gemm.GemmBench(
             cases,
             arguments.device,
-            peers=() if arguments.no_peer else ("torch",),
+            peers=() if arguments.no_peer else chosen("gemm", arguments.peer),
             repeats=arguments.repeats,
             l2_flush=arguments.l2_flush,
         )

@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
         help="sentinel, fence, auto, collective, loopback, or none (default: sentinel,fence; one GPU: none; CPU: "
         "collective)",
     )  # fmt: skip
-    layer.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others to time: megamoe, vllm, sglang")
+    layer.add_argument("--peer", type=names, default=(), metavar="NAME,…", help="others: megamoe, vllm, sglang, all")
     layer.add_argument("--ranks", type=positive, metavar="P", help="(default: as many as GPUs; with none 8; CPU: 2)")
     layer.add_argument(
         "--routing", type=names, default=("perfect",), metavar="KIND,…",
@@ -79,6 +79,7 @@ def _bench_layer(arguments: argparse.Namespace) -> int:
 
     from moe_layer.benchmarks import layer, show
     from moe_layer.benchmarks.harness import Options
+    from moe_layer.benchmarks.peers import chosen
     from moe_layer.benchmarks.report.layer import sections
     from moe_layer.benchmarks.routing import Routing
     from moe_layer.benchmarks.shapes import get_shape
@@ -98,7 +99,7 @@ def _bench_layer(arguments: argparse.Namespace) -> int:
     plan = layer.Plan(
         shapes=shapes if arguments.model or gpu else (layer.CPU_SHAPE,),
         tokens=arguments.tokens or (layer.TOKENS if gpu else (1, 8)),
-        protocols=(*(arguments.protocol or protocols), *arguments.peer),
+        protocols=(*(arguments.protocol or protocols), *chosen("layer", arguments.peer)),
         routings=tuple(Routing.parse(kind) for kind in arguments.routing),
         ranks=arguments.ranks,
         launch=arguments.launch,

@@ -123,10 +123,11 @@ def ceilings_text(lines: Iterable[Line]) -> list[str]:
     return [f"Ceilings, measured in the same runs: {', '.join(parts)}."] if parts else []
 
 
-def failures_text(lines: Iterable[Line], describe_case: Callable[[Line], str]) -> list[str]:
+def failures_text(lines: Sequence[Line], describe_case: Callable[[Line], str]) -> list[str]:
     """Cases that failed, and peers that were not there."""
     texts = [f"{describe_case(line)}: failed: {line['error']}" for line in lines if "error" in line]
-    absent = dict.fromkeys(
-        f"Peer {line['parameters'].get('protocol', '')}: absent: {line['absent']}" for line in lines if "absent" in line
-    )
+    reasons = {line["parameters"]["protocol"]: line["absent"] for line in lines if "absent" in line}
+    for line in lines:
+        reasons |= line.get("results", {}).get("peers_absent", {})
+    absent = [f"Peer {name}: absent: {reason}." for name, reason in reasons.items()]
     return [*texts, *absent]

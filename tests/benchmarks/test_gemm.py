@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_layer.benchmarks import gemm
+from moe_layer.benchmarks.gemm_case import Case
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.shapes import SHAPES
 from moe_layer.cli import main
@@ -17,14 +18,14 @@ from moe_layer.gemm.reference import ReferenceBackend
 from moe_layer.gemm.tile_choice import choose_tile, forced_tile
 from moe_layer.quant import get_format
 
-SMALL = gemm.Case("small", "fc1", "bf16", 6, 32, 64, 10, 4)
+SMALL = Case("small", "fc1", "bf16", 6, 32, 64, 10, 4)
 
 
 def test_counts() -> None:
     assert SMALL.counts() == [10, 10, 10, 10, 0, 0]
-    skew = gemm.Case("small", "fc1", "bf16", 48, 32, 64, 512, 48, "skew").counts()
+    skew = Case("small", "fc1", "bf16", 48, 32, 64, 512, 48, "skew").counts()
     assert sum(skew) == 48 * 512 and 0.89 < skew[0] / sum(skew) < 0.92 and len(set(skew[1:])) == 1
-    poisson = gemm.Case("small", "fc1", "bf16", 48, 32, 64, 64, 48, "poisson").counts()
+    poisson = Case("small", "fc1", "bf16", 48, 32, 64, 64, 48, "poisson").counts()
     assert len(set(poisson)) > 5 and 0.8 < sum(poisson) / (48 * 64) < 1.2
 
 
@@ -41,7 +42,7 @@ def test_cases_of_a_model() -> None:
 @pytest.mark.parametrize("operands", list(gemm.FORMATS))
 @pytest.mark.parametrize("stage", ["fc1", "fc2"])
 def test_a_wrong_product_is_noticed(stage: str, operands: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = gemm.Case("small", stage, operands, 3, 128, 256, 5, 3)
+    case = Case("small", stage, operands, 3, 128, 256, 5, 3)
     problem = gemm.Problem(case, torch.device("cpu"), None)
     assert problem.truth_error(problem.run(ReferenceBackend())) < 0.15
     ranks = Ranks.in_one_process([torch.device("cpu")])

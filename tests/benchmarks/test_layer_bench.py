@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 
 from moe_layer.benchmarks import layer
 from moe_layer.benchmarks.harness import Options
-from moe_layer.benchmarks.layer_work import ALONE, Case, LayerError, OneLayer, prepared
+from moe_layer.benchmarks.layer_case import Case
+from moe_layer.benchmarks.layer_truth import LayerError
+from moe_layer.benchmarks.layer_work import ALONE, OneLayer, prepared
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.routing import Routing
 from moe_layer.benchmarks.shapes import SHAPES, Shape
