@@ -54,6 +54,7 @@ def sections(lines: Sequence[Line]) -> list[Section]:
             "Time of a layer in µs. The floor is the longer of the active experts' bytes over the read rate and the "
             "operations over the matrix rate, on the busiest rank, plus an empty kernel for each of the four compute "
             "kernels" + ("." if alone else ", the all-to-all's bytes over the link's rates, and its flags."),
+            "A stage lasts from the end of the one before it to the end of its own last kernel, so that stages add up.",
             *failures_text(own, lambda line: f"{model_title(line)}, {protocol_of(line)}, T = {tokens_of(line)}"),
         ]
         found.append(section)
@@ -73,7 +74,7 @@ def _model(title: str, lines: Sequence[Line]) -> Section:
             continue
         heading = f"{title.partition(',')[0]}, {routing} routing"
         errors = max(line["results"].get("error", 0.0) for line in good)
-        note = f"Largest relative L2 error against fp64: {errors:.1e}."
+        note = f"Largest relative L2 error against fp64: {errors:.2g}."
         section.tables.append(
             latency_table(f"**{routing} routing**", of_routing, protocol_of, peers, lambda line: "", note)
         )
@@ -111,8 +112,7 @@ def _add_stages(section: Section, heading: str, protocol: str, lines: Sequence[L
         ])  # fmt: skip
     header = ["T", *stages, "layer", "experts active", "rows", "floor: compute", "all-to-all"]
     label = f"{heading}, {protocol}" if protocol != "none" else heading
-    note = "A stage lasts from the end of the one before it to the end of its own last kernel, so stages add up."
-    section.tables.append(Table(f"Stages in µs: {label}", header, rows, note=note))
+    section.tables.append(Table(f"Stages in µs: {label}", header, rows))
     x = [tokens_of(line) for line in timed]
     parts = [Series(s, x, [line["results"]["stages_us"].get(s, 0.0) for line in timed]) for s in stages]
     section.plots.append(Plot(f"Stages: {label}", "% of the layer", "tokens a rank", parts, "stack"))
@@ -138,4 +138,4 @@ def _skew_table(lines: Sequence[Line]) -> Table | None:
             row.append(MISSING if best is None else f"{number(best['us'])} (× {best['load_imbalance']:.2f})")
         rows.append(row)
     note = "µs with the fastest transport, and the busiest rank's token–expert pairs relative to an even share."
-    return Table("**by routing**", ["T", *routings], rows, note=note)
+    return Table("**By routing**", ["T", *routings], rows, note=note)

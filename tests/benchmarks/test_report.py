@@ -169,7 +169,7 @@ def test_layers() -> None:
     assert stages["1"] == ["8.00", "20.0", "12.0", "40.0", "3 of 48", "6", "20.0 (weights)", "1.50"]
     assert skew["T"] == ["perfect", "zipf:1"] and skew["128"] == ["300 (× 1.00)", "420 (× 1.60)"]
     assert skew["1"] == ["40.0 (× 1.00)", "–"]
-    assert "1.9e-03" in text and "DeepSeek-V4.1-Flash, mxfp4 weights, mxfp8 activations" in text
+    assert "fp64: 0.0019." in text and "DeepSeek-V4.1-Flash, mxfp4 weights, mxfp8 activations" in text
 
 
 def test_one_rank_alone_is_said() -> None:
