@@ -21,6 +21,7 @@ from moe_layer.benchmarks.report import pieces, resources
 from moe_layer.benchmarks.report import quant as quant_report
 from moe_layer.benchmarks.routing import Routing
 from moe_layer.benchmarks.shapes import SHAPES, Shape
+from moe_layer.gemm.tile_choice import Tile
 
 Maker = Callable[[Sequence[Line]], "tuple[Bench, Callable[[Sequence[Line]], list[pieces.Section]]]"]
 
@@ -28,7 +29,7 @@ Maker = Callable[[Sequence[Line]], "tuple[Bench, Callable[[Sequence[Line]], list
 def procedure_of(line: Line) -> tuple[Any, ...]:
     """What lines must have in common to be measured in one run."""
     p = line["parameters"]
-    names = ("ep_size", "launch", "warmup", "steps", "repeats", "l2_flush", "seed", "device_type")
+    names = ("ep_size", "launch", "warmup", "steps", "repeats", "l2_flush", "seed", "device_type", "tile", "cluster")
     alone = p.get("protocol") == ALONE
     return (*(p.get(name) for name in names), alone, line["machine"]["device"])
 
@@ -110,7 +111,8 @@ def a2a_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]], 
 def gemm_again(lines: Sequence[Line]) -> tuple[Bench, Callable[[Sequence[Line]], list[pieces.Section]]]:
     p = lines[0]["parameters"]
     cases = [same(GemmCase, line) for line in lines]
-    bench = gemm.GemmBench(cases, device_of(lines), peers=(), repeats=p["repeats"], l2_flush=p["l2_flush"])
+    tile = Tile(p["tile"], p["cluster"]) if "tile" in p else None
+    bench = gemm.GemmBench(cases, device_of(lines), peers=(), repeats=p["repeats"], l2_flush=p["l2_flush"], tile=tile)
     return bench, gemm_report.sections
 
 

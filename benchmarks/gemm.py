@@ -26,6 +26,7 @@ from moe_layer.errors import ConfigError, MoELayerError
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.backend import ComputeBackend
 from moe_layer.gemm.index import ExpertIndex
+from moe_layer.gemm.tile_choice import Tile, forced_tile
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.packed_weights import make_stack
 from moe_layer.quant import get_format
@@ -210,7 +211,7 @@ def run_case(
 
 
 class GemmBench(LocalBench):
-    """One run."""
+    """One run, with the table's tiles or all with ``tile``, which may be set between cases."""
 
     kind: ClassVar[str] = "gemm"
 
@@ -222,8 +223,10 @@ class GemmBench(LocalBench):
         peers: Sequence[str] = ("torch",),
         repeats: int = 7,
         l2_flush: bool = False,
+        tile: Tile | None = None,
     ) -> None:
         super().__init__(device_type)
+        self.tile = tile
         self.cases, self.peers, self.repeats, self.l2_flush = list(cases), tuple(peers), repeats, l2_flush
         self._problem: Problem | None = None  # whose weights the next case may use again
 
@@ -233,10 +236,11 @@ class GemmBench(LocalBench):
         return rates, None if rates else "no ceilings on a CPU"
 
     def parameters(self, case: Case) -> dict[str, Any]:
-        return {**asdict(case), "parts": case.parts, "l2_flush": self.l2_flush, "repeats": self.repeats}
+        forced = {} if self.tile is None else {"tile": self.tile.tokens, "cluster": self.tile.cluster}
+        return {**asdict(case), "parts": case.parts, **forced, "l2_flush": self.l2_flush, "repeats": self.repeats}
 
     def results(self, case: Case) -> dict[str, Any]:
-        with self.active():
+        with self.active(), forced_tile(self.tile):
             before, self._problem = self._problem, None
             self._problem = Problem(case, self.device, before)
             return run_case(

@@ -77,6 +77,8 @@ def title_of(line: Line) -> str:
     for name in ("tokens_per_rank", "tokens"):
         if name in p:
             parts.append(f"T={p[name]}")
+    if "tile" in p:
+        parts.append(f"tile {p['tile']}" + (f", cluster {p['cluster']}" if p["cluster"] > 1 else ""))
     if "protocol" in p:
         parts.append(p["protocol"])
     if p.get("quantize", "given") != "given":

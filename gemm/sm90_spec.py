@@ -12,6 +12,9 @@ WEIGHT_ROWS = 256  # rows of the weight tile: what two warpgroups hold in regist
 STAGE_ROW_BYTES = 128  # of K a stage: the widest swizzle, so that WGMMA reads shared memory without conflicts
 SCALE_BLOCK = 128  # FP8: K values a token scale covers, and rows and columns a weight scale covers
 SWAP_TOKENS = (8, 16, 32, 64, 96)  # token tiles with tokens as WGMMA's N
+# With low-bit weights tokens are always N. Beyond the last of a format's, registers would be spilled.
+LOW_BIT_TOKENS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 152)
+LARGEST_TOKENS = {"mxfp4": 152, "nvfp4": 152, "mxfp8": 144, "int4": 96}
 WIDE_TOKENS = 128  # token tile with tokens as WGMMA's M
 STAGED_TOKENS = 32  # of the swapped epilogue at a time: with 64, FP8 would lose a stage
 SHARED_MEMORY = 232448  # bytes a block of sm_90 may use
@@ -20,8 +23,8 @@ REGISTERS = {2: (56, 224), 4: (56, 104)}
 # Low-bit weights: up to so many tokens twice as many warps, of one m64 each, hide more of the latency of widening.
 # INT4 needs more registers.
 MANY_WARPS_TOKENS, MANY_WARPS_TOKENS_INT4 = 64, 32
-# By tokens: steps of 16 K started together. More wait less for one another, fewer need less registers.
-TOGETHER = {8: 4, 16: 4, 32: 2, 64: 2, 96: 1, 128: 1}
+# Up to so many tokens: steps of 16 K started together. More wait less for one another, fewer need less registers.
+TOGETHER = {16: 4, 64: 2, 152: 1}
 # Up to so many tokens a stage has two packed tiles: half the barriers.
 TWO_TILES_TOKENS = 32
 # K of a packed tile. Twice 128 bytes of BF16 tokens, so that a stage is work enough for its barriers.
@@ -60,6 +63,13 @@ LOW_BIT_FORMATS = {
 }
 
 
+def token_tiles(weights: str = "") -> tuple[int, ...]:
+    """The rows that a token tile can have, with weights widened from a format of ``LOW_BIT_FORMATS``, or ``""``."""
+    if not weights:
+        return (*SWAP_TOKENS, WIDE_TOKENS)
+    return tuple(tokens for tokens in LOW_BIT_TOKENS if tokens <= LARGEST_TOKENS[weights])
+
+
 @dataclass(frozen=True)
 class GroupedSpec:
     """One grouped GEMM: ``out[row] = epilogue(W[expert(row)] · x[row])``.
@@ -71,8 +81,8 @@ class GroupedSpec:
         dtype: ``"bf16"`` or ``"fp8"`` (E4M3 with 1×128 token scales and 128×128 weight scales) of both operands.
         out: ``"bf16"``, ``"fp32"``, ``"fp8"`` with a scale for every 128 features of a row, or ``"mxfp8"``: BF16 whose
             values are those of MXFP8.
-        tokens: rows of the token tile; up to 96 with tokens as WGMMA's N (weights as M), 128 with tokens as M. With
-            low-bit weights tokens are always N.
+        tokens: rows of the token tile, of :func:`token_tiles`; up to 96 with tokens as WGMMA's N (weights as M), 128
+            with tokens as M. With low-bit weights tokens are always N.
         gather: rows of ``x`` are read through the slot list (FC1), else in order.
         activation: of FC1.
         cluster: blocks (1 or 2) that share each weight tile, every one with token tiles of its own: half the weights
@@ -98,8 +108,8 @@ class GroupedSpec:
     token_factors: bool = False
 
     def __post_init__(self) -> None:
-        assert self.tokens in (*SWAP_TOKENS, WIDE_TOKENS), self.tokens
         assert not self.weights or (self.dtype == "bf16" and self.weights in LOW_BIT_FORMATS), self.weights
+        assert self.tokens in token_tiles(self.weights), self.tokens
 
     @property
     def swap(self) -> bool:
@@ -124,7 +134,7 @@ class GroupedSpec:
     @property
     def steps_together(self) -> int:
         """Low-bit weights: WGMMA's steps of 16 K that are widened and started together."""
-        return TOGETHER[self.tokens]
+        return next(steps for tokens, steps in TOGETHER.items() if self.tokens <= tokens)
 
     @property
     def low_bit(self) -> LowBitFormat | None:

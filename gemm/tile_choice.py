@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_layer.gemm.sm90_spec import WIDE_TOKENS
+from moe_layer.gemm.sm90_spec import LOW_BIT_FORMATS, WIDE_TOKENS, token_tiles
 
 TABLE = Path(__file__).with_name("tiles.json")
 
@@ -39,16 +39,23 @@ _forced: list[Tile] = []
 
 
 @contextmanager
-def forced_tile(tokens: int | None) -> Iterator[None]:
+def forced_tile(tile: Tile | None) -> Iterator[None]:
     """Inside, every choice is this tile (for measurements); None: the table's."""
-    if tokens is None:
+    if tile is None:
         yield
         return
-    _forced.append(Tile(tokens, 2 if tokens == WIDE_TOKENS else 1))
+    _forced.append(tile)
     try:
         yield
     finally:
         _forced.pop()
+
+
+def candidates(operands: str) -> list[Tile]:
+    """Every tile that a kernel can have: ``"bf16"``, ``"fp8"`` or a format of widened weights."""
+    low_bit = operands in LOW_BIT_FORMATS
+    tiles = [Tile(tokens, 1) for tokens in token_tiles(operands if low_bit else "")]
+    return tiles if low_bit else [*tiles, Tile(WIDE_TOKENS, 2)]
 
 
 def choose_tile(arch: str, dtype: str, rows: int, experts: int) -> Tile:

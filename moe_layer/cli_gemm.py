@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from moe_layer.cli_types import RAW, many, names, positive
@@ -19,7 +20,8 @@ examples:
   moe-layer bench gemm --model kimi_k3 --operands mxfp4,nvfp4,int4 --tokens 1,16,64,256
   moe-layer bench gemm --tokens 1 --active 6 --l2-flush     few experts with work
   moe-layer bench gemm --tokens 512 --routing even,skew     one expert with 90 % of the rows
-  moe-layer bench gemm --tile 64,128 --tokens 48,64,80 --routing poisson    other tiles than gemm/tiles.json has"""
+  moe-layer bench gemm --tile 64,128 --tokens 48,64,80 --routing poisson    other tiles than gemm/tiles.json has
+  moe-layer bench gemm --operands mxfp4 --tune gemm/tiles.json              try every tile, keep the fastest"""
 
 
 def add(commands: Any) -> None:
@@ -53,10 +55,15 @@ def add(commands: Any) -> None:
     )
     gemm.add_argument("--active", type=positive, metavar="N", help="experts that get rows (default: all)")
     gemm.add_argument(
-        "--routing", type=names, default=("even",), metavar="KIND,…", help="even, poisson, skew (90 %% to one expert)"
+        "--routing", type=names, default=(), metavar="KIND,…", help="even, poisson, skew (90 %% to one expert)"
     )
     gemm.add_argument(
         "--tile", type=many(positive), default=(), metavar="TOKENS,…", help="tiles to try instead of the table's choice"
+    )
+    gemm.add_argument(
+        "--tune",
+        metavar="FILE",
+        help="try every tile, write the fastest for each mean number of rows into a table (gemm/tiles.json)",
     )
     gemm.add_argument(
         "--peer", type=names, default=("torch",), metavar="NAME,…", help="torch, deepgemm or all (default: torch)"
@@ -71,11 +78,11 @@ def add(commands: Any) -> None:
 def _bench_gemm(arguments: argparse.Namespace) -> int:
     import torch
 
-    from moe_layer.benchmarks import gemm, show
+    from moe_layer.benchmarks import gemm, gemm_tune, show
     from moe_layer.benchmarks.peers import chosen
     from moe_layer.benchmarks.report.gemm import sections
     from moe_layer.benchmarks.shapes import get_shape
-    from moe_layer.gemm.tile_choice import forced_tile
+    from moe_layer.gemm.tile_choice import Tile
 
     gpu = (arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     models = arguments.model or (("deepseek_v41", "deepseek_v3") if gpu else ("kimi_linear",))
@@ -87,20 +94,19 @@ def _bench_gemm(arguments: argparse.Namespace) -> int:
             arguments.ranks or (8 if gpu else 64),
             arguments.stage,
             arguments.operands,
-            arguments.tokens or (gemm.TOKENS if gpu else (1, 8)),
-            arguments.routing,
+            arguments.tokens or (gemm_tune.TOKENS if arguments.tune else gemm.TOKENS if gpu else (1, 8)),
+            arguments.routing or (("even", "poisson") if arguments.tune else ("even",)),
             arguments.active,
         )
     ]
+    common: dict[str, Any] = {"repeats": arguments.repeats, "l2_flush": arguments.l2_flush}
+    if arguments.tune is not None:
+        with gemm.GemmBench(cases, arguments.device, peers=(), **common) as bench:
+            return gemm_tune.run(bench, Path(arguments.tune), json_file=arguments.json)
+    peers = () if arguments.no_peer else chosen("gemm", arguments.peer)
     code = 0
     for tokens in arguments.tile or (None,):
-        bench = gemm.GemmBench(
-            cases,
-            arguments.device,
-            peers=() if arguments.no_peer else chosen("gemm", arguments.peer),
-            repeats=arguments.repeats,
-            l2_flush=arguments.l2_flush,
-        )
-        with bench, forced_tile(tokens):
+        tile = None if tokens is None else Tile(tokens, 1)
+        with gemm.GemmBench(cases, arguments.device, peers=peers, tile=tile, **common) as bench:
             code |= show.run(bench, sections, json_file=arguments.json)[0]
     return code

@@ -15,7 +15,7 @@ from moe_layer.benchmarks.shapes import SHAPES
 from moe_layer.cli import main
 from moe_layer.errors import ConfigError
 from moe_layer.gemm.reference import ReferenceBackend
-from moe_layer.gemm.tile_choice import choose_tile, forced_tile
+from moe_layer.gemm.tile_choice import Tile, choose_tile, forced_tile
 from moe_layer.quant import get_format
 
 SMALL = Case("small", "fc1", "bf16", 6, 32, 64, 10, 4)
@@ -87,6 +87,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_forced_tile() -> None:
     before = choose_tile("sm_90a", "fp8", 480, 48)
-    with forced_tile(64):
+    with forced_tile(Tile(64, 1)):
         assert choose_tile("sm_90a", "fp8", 480, 48).tokens == 64
     assert choose_tile("sm_90a", "fp8", 480, 48) == before

@@ -9,7 +9,7 @@ from sass import Instruction, Machine, tool_folder
 
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
-from moe_layer.gemm.sm90_spec import LOW_BIT_FORMATS, SHARED_MEMORY, WIDENED_K, GroupedSpec
+from moe_layer.gemm.sm90_spec import LARGEST_TOKENS, LOW_BIT_FORMATS, SHARED_MEMORY, WIDENED_K, GroupedSpec
 from moe_layer.gemm.tile_choice import all_tiles
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL (pip install 'moe-layer[cuda]')")
@@ -26,6 +26,8 @@ def specs(weights: str) -> list[GroupedSpec]:
         )
         made.append(GroupedSpec(48, 1, 5120, 2304, "bf16", "bf16", tile.tokens, False, weights=weights))
     made.append(GroupedSpec(112, 2, 3072, 3584, "bf16", "fp32", 16, True, Activation("situ"), weights=weights))
+    largest = LARGEST_TOKENS[weights]
+    made.append(GroupedSpec(112, 2, 3072, 3584, "bf16", "mxfp8", largest, True, Activation("situ"), weights=weights))
     return made
 
 
@@ -49,7 +51,8 @@ def test_kernels(weights: str, tmp_path: Path) -> None:
         # Where ptxas lets no two WGMMAs overlap, it waits for each of them, to zero, and starts each by itself.
         starts, waits = found(machine, r"WARPGROUP\.ARRIVE"), found(machine, r"WARPGROUP\.DEPBAR.*")
         assert len(starts) < len(products), what
-        assert sum("0x0" not in wait.operands for wait in waits) >= 2, what
+        if weights != "int4" or spec.tokens <= 64:  # beyond, its sums of a block are scaled before the next may start
+            assert sum("0x0" not in wait.operands for wait in waits) >= 2, what
         assert machine.all(r"UBLKCP.*"), "packed weights by one bulk copy a stage"
         assert machine.all(r"LDGSTS\.E(\..*)?\.128(\..*)?") and machine.all(r"LDS\.128"), what
 
