@@ -156,8 +156,8 @@ def _answer(there: Connection, share: Share, method: str, arguments: tuple[Any, 
 
 def in_fresh_process(share: Share, method: str, *arguments: Any) -> Any:
     """``share.method(*arguments)`` in a process that has freed no memory before, which it could take again for free."""
-    # Not a fork server with preloaded modules, though it starts faster: it imports from the current folder first, and in
-    # the source tree the folder moe_layer/ would hide the installed package.
+    # Not a fork server with preloaded modules, though it starts faster: it imports from the current folder first, and
+    # in the source tree the folder moe_layer/ would hide the installed package.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(there, share, method, arguments))

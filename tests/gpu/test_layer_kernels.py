@@ -25,7 +25,7 @@ WIDENED = ("fp8_32x32", "fp8_128x128_ue8m0")
 BACKENDS = (
     dict.fromkeys(NATIVE, "sm90") | dict.fromkeys(LOW_BIT, "sm90-low-bit") | dict.fromkeys(WIDENED, "sm90-widened")
 )
-LIMITS = {"bf16": 4e-3}
+LIMITS = {"bf16": 4e-3, "fp8_128x128": 1e-2}  # FP8 tensor cores keep 14 bits of a sum (docs/numerics.md)
 
 
 @pytest.mark.parametrize("weight_format", BACKENDS)
