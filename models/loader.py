@@ -2,9 +2,9 @@
 
 Buffers are allocated once, in the layout that the kernels read; every stored tensor is then copied into its place, in
 the order in which the tensors lie on disk. Where kernels read packed weights, an expert's tensors are read together and
-packed at once, so that no more than one expert is ever held twice. Nothing is dequantized or converted, and nothing of
-another rank's experts is read but names. E8M0 scales and packed 4-bit values are reinterpreted as bytes (``view``); a
-numeric cast of them would change every value.
+packed at once, on a GPU while the next one is read, so that no more than two experts are ever held twice. Nothing is
+dequantized or converted, and nothing of another rank's experts is read but names. E8M0 scales and packed 4-bit values
+are reinterpreted as bytes (``view``); a numeric cast of them would change every value.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -100,7 +101,7 @@ def load_layer(
 ) -> LayerTensors:
     """Load the experts of ``rank``, and the router, shared experts and latent projections that every rank has.
 
-    Peak memory is the loaded bytes, and one expert where weights are packed; of the rest, the page cache holds what was
+    Peak memory is the loaded bytes, and two experts where weights are packed; beside it, the page cache holds what was
     read.
 
     Args:
@@ -183,6 +184,7 @@ class _Loader:
         self.shared_layout = shared_layout
         self.jobs: list[_Job] = []
         self.checks: list[tuple[MatrixGroup, Sequence[int], ExpertStack]] = []
+        self.packed: list[PackedExpertStack] = []
 
     def load(self) -> LayerTensors:
         plan = self.plan
@@ -256,7 +258,9 @@ class _Loader:
                 self.jobs += [_Job([copy]) for copy in copies]
         if stack.global_scale is not None:
             stack.global_scale.copy_(torch.tensor(factors).view(-1, group.parts))
-        if not isinstance(stack, PackedExpertStack):
+        if isinstance(stack, PackedExpertStack):
+            self.packed.append(stack)
+        else:
             self.checks.append((group, experts, stack))
         return stack
 
@@ -297,7 +301,9 @@ class _Loader:
         with tqdm(
             total=total, unit="B", unit_scale=True, desc=f"loading layer {self.plan.layer}", leave=False,
             delay=PROGRESS_DELAY_S, file=sys.stderr, disable=None if self.progress else True,
-        ) as bar:  # fmt: skip
+        ) as bar, ExitStack() as packing:  # fmt: skip
+            for stack in self.packed:
+                packing.enter_context(stack.overlapped())
             for job in self.jobs:
                 for copy in job.copies:
                     _copy_bits(copy.target(), self._read(copy))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class PackedExpertStack(ExpertStack):
     """Experts packed by a :class:`~moe_layer.gemm.register_tiles.RegisterTiles`, each as soon as all of it is there.
 
     An expert's stored bytes are held beside the packed ones only until its last part comes, so that loading takes the
-    packed weights and one expert. ``state_dict`` unpacks into new tensors, bit by bit what was loaded;
+    packed weights and one expert (in :meth:`overlapped` two). ``state_dict`` unpacks into new tensors, bit by bit what was loaded;
     ``load_state_dict`` takes the same and packs in place, so a CUDA graph finds the new weights.
 
     Weights that cannot be packed exactly (:class:`~moe_layer.errors.UnrepresentableError`) are kept as a plain stack
@@ -47,6 +48,8 @@ class PackedExpertStack(ExpertStack):
         self._like = super().weights()
         # (data, scale) of experts that lack a part.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._side: torch.cuda.Stream | None = None  # where experts are packed inside overlapped()
+        self._in_use: list[torch.Tensor] = []  # what the side stream still reads
         for name in ("packed", "shift", "factor"):
             self.register_buffer(name, None, persistent=False)
         self._allocate(device)
@@ -70,6 +73,23 @@ class PackedExpertStack(ExpertStack):
         )  # fmt: skip
 
     # ---- one expert ----
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Inside, on a GPU, an expert is packed while the next one is copied; for who loads many. Waits at the end.
+
+        Takes the memory of one more expert.
+        """
+        if self.packed is None or self.packed.device.type != "cuda":
+            yield
+            return
+        self._side = torch.cuda.Stream(self.packed.device)
+        try:
+            yield
+        finally:
+            self._side.synchronize()
+            self._side = None
+            self._in_use.clear()
 
     def staging(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(data, scale) of all parts of an expert as the format stores them, to be written, then :meth:`commit`-ted.
@@ -97,6 +117,19 @@ class PackedExpertStack(ExpertStack):
         Raises:
             FormatError: scales that give no value; the expert then counts as not loaded.
         """
+        if self._side is None or self.packed is None:
+            self._pack(expert, name)
+            return
+        # Before the expert before the last one is forgotten, whose memory may then be written again.
+        self._side.synchronize()
+        self._in_use = list(self.staging(expert))
+        self._side.wait_stream(torch.cuda.current_stream(self.packed.device))
+        with torch.cuda.stream(self._side):
+            self._pack(expert, name)
+        if self.packed is None:  # kept plain: what is copied next goes where the side stream has just written
+            self._side.synchronize()
+
+    def _pack(self, expert: int, name: str) -> None:
         parts = {(expert, part) for part in range(self.tiles.parts)}
         self.unloaded -= parts
         if self.packed is None:
