@@ -22,8 +22,8 @@ class PackedExpertStack(ExpertStack):
     """Experts packed by a :class:`~moe_layer.gemm.register_tiles.RegisterTiles`, each as soon as all of it is there.
 
     An expert's stored bytes are held beside the packed ones only until its last part comes, so that loading takes the
-    packed weights and one expert (in :meth:`overlapped` two). ``state_dict`` unpacks into new tensors, bit by bit what was loaded;
-    ``load_state_dict`` takes the same and packs in place, so a CUDA graph finds the new weights.
+    packed weights and one expert (in :meth:`overlapped` two). ``state_dict`` unpacks into new tensors, bit by bit what
+    was loaded; ``load_state_dict`` takes the same and packs in place, so a CUDA graph finds the new weights.
 
     Weights that cannot be packed exactly (:class:`~moe_layer.errors.UnrepresentableError`) are kept as a plain stack
     keeps them, all experts, with a warning; while that happens both lie in memory.
