@@ -137,11 +137,7 @@ class A2ABench(RanksBench):
             "routing": str(case.routing),
             "seed": case.seed,
             "quantize": case.quantize,
-            "launch": self.session.launch,
-            "warmup": self.options.warmup,
-            "steps": self.options.steps,
-            "repeats": self.options.repeats,
-            "l2_flush": self.options.l2_flush,
+            **self.procedure(),
         }
 
     def _floors(self, case: Case, timing: Timing) -> dict[str, Any]:

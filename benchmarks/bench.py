@@ -10,6 +10,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -154,6 +155,10 @@ class RanksBench(Bench):
             self._phase_session = open_session(self.size, launch=self.session.launch, device_type=self.device_type)
             self._stack.enter_context(self._phase_session)
         return self._phase_session
+
+    def procedure(self) -> dict[str, Any]:
+        """How all cases are measured: part of their parameters."""
+        return {"launch": self.session.launch, **asdict(self.options)}
 
     def find_provenance(self) -> dict[str, Any]:
         # Asked there, so that this process needs no CUDA context.

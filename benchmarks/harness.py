@@ -23,7 +23,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +52,11 @@ class Options:
     steps: int = 100
     repeats: int = 10
     l2_flush: bool = False
+
+    def but(self, warmup: int | None, steps: int | None, repeats: int | None, *, l2_flush: bool) -> Options:
+        """These with the values given; None leaves one as it is."""
+        given = {"warmup": warmup, "steps": steps, "repeats": repeats}
+        return replace(self, l2_flush=l2_flush, **{k: v for k, v in given.items() if v is not None})
 
 
 @dataclass

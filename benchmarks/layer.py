@@ -183,11 +183,7 @@ class LayerBench(RanksBench):
             "quantize_at": case.quantize_at,
             "route": case.route,
             "seed": case.seed,
-            "launch": self.session.launch,
-            "warmup": self.options.warmup,
-            "steps": self.options.steps,
-            "repeats": self.options.repeats,
-            "l2_flush": self.options.l2_flush,
+            **self.procedure(),
         }
 
     def results(self, case: Case) -> dict[str, Any]:

@@ -119,9 +119,6 @@ def _bench_a2a(arguments: argparse.Namespace) -> int:
     one = arguments.ranks == 1
     default = Options() if gpu else CPU_OPTIONS
 
-    def given(value: int | None, otherwise: int) -> int:
-        return otherwise if value is None else value
-
     protocols = arguments.protocol or (("loopback",) if one else ("sentinel", "fence") if gpu else ("collective",))
     plan = Plan(
         shapes=tuple(get_shape(name) for name in arguments.model or ALL_TO_ALL),
@@ -131,12 +128,7 @@ def _bench_a2a(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         launch=arguments.launch,
         device_type=arguments.device,
-        options=Options(
-            given(arguments.warmup, default.warmup),
-            given(arguments.steps, default.steps),
-            given(arguments.repeats, default.repeats),
-            arguments.l2_flush,
-        ),
+        options=default.but(arguments.warmup, arguments.steps, arguments.repeats, l2_flush=arguments.l2_flush),
         phases=not arguments.no_phases and arguments.crossover is None,
         seed=arguments.seed,
         quantize=arguments.quantize,

@@ -88,9 +88,6 @@ def _bench_layer(arguments: argparse.Namespace) -> int:
     gpu = (arguments.device or ("cuda" if gpus else "cpu")) == "cuda"
     default = Options() if gpu else layer.CPU_OPTIONS
 
-    def given(value: int | None, otherwise: int) -> int:
-        return otherwise if value is None else value
-
     if gpu:
         protocols = ("sentinel", "fence") if gpus > 1 else ("none",)
     else:
@@ -104,12 +101,7 @@ def _bench_layer(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         launch=arguments.launch,
         device_type=arguments.device,
-        options=Options(
-            given(arguments.warmup, default.warmup),
-            given(arguments.steps, default.steps),
-            given(arguments.repeats, default.repeats),
-            arguments.l2_flush,
-        ),
+        options=default.but(arguments.warmup, arguments.steps, arguments.repeats, l2_flush=arguments.l2_flush),
         stages=not arguments.no_stages,
         seed=arguments.seed,
         quantize_at=arguments.quantize_at,

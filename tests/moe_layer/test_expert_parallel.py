@@ -11,7 +11,7 @@ import torch
 from layer_oracle import oracle_of, rel_l2
 from layers import config, make
 
-from moe_layer import CapacityError, CommunicationError, ExpertParallel
+from moe_layer import CapacityError, CommunicationError, ConfigError, ExpertParallel
 
 Split = list[list[int]]
 FP32 = {"dtype": torch.float32}
@@ -328,3 +328,19 @@ def test_bad_placements() -> None:
         make("mixtral", ExpertParallel(placement=[0] * 7, device="cpu"))
     with pytest.raises(Exception, match="expert 2 is placed on rank 1, but the group has ranks"):
         make("mixtral", ExpertParallel(placement=[0, 0, 1, 0, 0, 0, 0, 0], device="cpu"))
+
+
+def test_over_a_channel_that_exists() -> None:
+    """The group is the channel's, its layers compute what others do, and destroying it destroys the channel."""
+    from moe_layer.comm.loopback import LoopbackChannel
+
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    channel = LoopbackChannel(max_tokens_per_rank=7)
+    ep = ExpertParallel.over(channel, placement=[0] * 16)
+    assert (ep.ep_rank, ep.ep_size, ep.max_tokens_per_rank) == (0, 1, 7)
+    layer = make("deepseek_v3", ep, seed=2)
+    assert torch.equal(layer(x), make("deepseek_v3", seed=2)(x))
+    with pytest.raises(ConfigError, match="placement places 16 experts, but the layer has 12"):
+        make("deepseek_v4", ep)
+    ep.destroy()
+    assert channel.destroyed
