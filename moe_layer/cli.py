@@ -139,7 +139,7 @@ def build_parser() -> Parser:
     source = run.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FILE", help="safetensors file with hidden_states [T, hidden]")
     source.add_argument("--random", type=positive, metavar="T", help="T tokens drawn from a normal distribution, BF16")
-    run.add_argument("--output", metavar="FILE", help="write the result here, as safetensors")
+    run.add_argument("--output", metavar="FILE", help="write the result and the routing here, as safetensors")
     run.add_argument("--check", action="store_true", help="compare with the fp64 oracle")
     run.add_argument(
         "--repeat", type=positive, default=3, metavar="N", help="timed runs after one warm-up (default: 3)"

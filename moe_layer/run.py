@@ -51,7 +51,8 @@ def run_layer(
         layer: number of the decoder layer.
         input_file: safetensors file with ``hidden_states`` ``[T, hidden]`` and, for hash layers, ``input_ids`` ``[T]``.
         random_tokens: T tokens drawn from a normal distribution instead, from ``seed``.
-        output_file: where rank 0 writes ``hidden_states`` ``[T, hidden]``.
+        output_file: where rank 0 writes ``hidden_states`` ``[T, hidden]``, and the router's ``topk_ids`` and
+            ``topk_weights`` ``[T, k]`` (a trace for ``bench … --routing trace:FILE``).
         check: compare with the fp64 oracle on rank 0.
         repeat: timed runs, after one that warms up.
         activation_format, quantize_at, protocol, device: as of :class:`MoELayer` and :class:`ExpertParallel`.
@@ -103,7 +104,7 @@ def run_layer(
                 expected = oracle.forward(sent, module.activation_format, ranks=ranks, input_ids=input_ids)
                 error = relative_l2(y, expected)
             if output_file is not None:
-                save_file({"hidden_states": y}, output_file)
+                save_file({"hidden_states": y, **_routing(module, x, input_ids)}, output_file)
             report = {
                 "ok": error is None or error <= ERROR_LIMIT,
                 "model_type": cfg.model_type,
@@ -178,6 +179,14 @@ def _tokens(
             f"{file}: hidden_states is {list(x.shape)}, expected [T, {cfg.hidden_size}] ({cfg.model_type})"
         )
     return x, ids
+
+
+@torch.no_grad()
+def _routing(module: MoELayer, x: torch.Tensor, input_ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Which experts the router gives all tokens, and with which weights, on the CPU."""
+    where = module.device
+    ids, weights = module.gate(x.to(where), None if input_ids is None else input_ids.to(where))
+    return {"topk_ids": ids.cpu(), "topk_weights": weights.cpu()}
 
 
 def _gather(y: torch.Tensor, group: dist.ProcessGroup | None, cuts: list[int]) -> torch.Tensor:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_layer import MoELayer, cli, doctor
+from moe_layer import MoEConfig, MoELayer, cli, doctor
+from moe_layer.benchmarks.routing import Routing
 from moe_layer.benchmarks.shapes import SHAPES
 from moe_layer.comm import ExpertPlacement
 from moe_layer.models.synthetic import write_checkpoint
@@ -272,7 +273,14 @@ def test_run_with_files(v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(argv) == 0
     assert "deepseek_v3 layer 3" in capsys.readouterr().out
     expected = MoELayer.from_pretrained(v3, layer=3, device="cpu")(x)
-    assert torch.equal(load_file(target)["hidden_states"], expected)
+    written = load_file(target)
+    assert torch.equal(written["hidden_states"], expected)
+    ids, weights = OracleLayer(v3, 3).route(x.double())
+    assert written["topk_ids"].tolist() == ids
+    torch.testing.assert_close(written["topk_weights"], torch.tensor(weights))
+    routing = Routing.parse(f"trace:{target}")  # what the benchmarks can follow
+    experts = MoEConfig.from_pretrained(v3).n_routed_experts
+    assert routing.ids(9, 2, ExpertPlacement.contiguous(experts, 2), 0).tolist() == ids
 
 
 def test_run_quantizes_at_the_target(v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
