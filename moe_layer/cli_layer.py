@@ -23,8 +23,9 @@ examples:
   moe-layer bench layer --routing trace:ids.safetensors --tokens 256
 
 A model is a name, NAME:ACTIVATIONS, NAME:ACTIVATIONS:WEIGHTS or a checkpoint. A trace is a safetensors file with
-topk_ids [tokens, top_k], the selections of real tokens, such as `moe-layer run … --output FILE` writes. A case that fails prints its error, and the run goes on; exit
-code 1 says so. Under torchrun its processes are the ranks, and the first prints."""
+topk_ids [tokens, top_k], the selections of real tokens, such as `moe-layer run … --output FILE` writes. A case that
+fails prints its error, and the run goes on; exit code 1 says so. Under torchrun its processes are the ranks, and
+the first prints."""
 
 
 def add(commands: Any) -> None:
