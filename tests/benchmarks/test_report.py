@@ -324,6 +324,6 @@ def test_page_between_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_the_documentation_shows_the_committed_results() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
-    sections = page.sections_of(read_lines(page.files_of([ROOT / "benchmarks" / "results"])))
+    sections = page.sections_of(read_lines(page.files_of([ROOT / "docs" / "results"])))
     shown = markdown.render(sections) if sections else page.NOTHING
     assert text == markdown.replace_between(text, page.BEGIN, page.END, shown), "run moe-layer report --write"
