@@ -65,10 +65,10 @@ class Case:
         weights = torch.rand(self.tokens, self.shape.top_k, generator=generator) + 0.1
         return weights / weights.sum(1, keepdim=True)
 
-    def z(self, rank: int, repeat: int = 0) -> torch.Tensor:
-        """``[T, hidden]`` BF16 tokens of N(0, 1), on the CPU."""
-        generator = torch.Generator().manual_seed((self.seed * 1000 + rank) * 1000 + repeat)
-        return torch.randn(self.tokens, self.shape.hidden_size, generator=generator).bfloat16()
+    def z(self, rank: int, repeat: int, device: torch.device) -> torch.Tensor:
+        """``[T, hidden]`` BF16 tokens of N(0, 1); the same values on every device of a kind."""
+        generator = torch.Generator(device).manual_seed((self.seed * 1000 + rank) * 1000 + repeat)
+        return torch.randn(self.tokens, self.shape.hidden_size, generator=generator, device=device).bfloat16()
 
     def projections(self, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gate and up ``[inter, hidden]`` and down ``[hidden, inter]`` of a global expert, BF16.

@@ -163,14 +163,14 @@ class OneLayer:
         if isinstance(self.channel, StandInChannel):
             self._arrive(self.channel, repeat)
         else:
-            self.z.copy_(self.case.z(self.rank.rank, repeat))
+            self.z.copy_(self.case.z(self.rank.rank, repeat, self.rank.device))
         if self.output is not None:
             self.output.fill_(float("nan"))
 
     def _arrive(self, channel: StandInChannel, repeat: int) -> None:
         """What all ranks' dispatches leave on this one: a region of T̂ slots each, as Sentinel fills them."""
         case, device = self.case, self.rank.device
-        z = torch.cat([case.z(rank, repeat) for rank in range(case.ep_size)]).to(device)
+        z = torch.cat([case.z(rank, repeat, device) for rank in range(case.ep_size)])
         fmt = get_format(case.shape.activation_format if case.quantize_at == "source" else "bf16")
         rows, scale = fmt.quantize_to_wire(z)
         if channel.received is None:
@@ -215,6 +215,6 @@ class OneLayer:
         want = []
         for slot in slots:
             source, token = divmod(slot, self.case.tokens)
-            z = self.case.z(source, self.repeat)[token].to(self.rank.device)
+            z = self.case.z(source, self.repeat, self.rank.device)[token]
             want.append(partial_truth(self.case, z, ids[slot], weights[slot].cpu(), self.rank.rank))
         return got, torch.stack(want)

@@ -44,7 +44,7 @@ def works_of(ranks: Ranks, case: Case, experts: Experts) -> Iterator[list[Work]]
         last["output"] = experts(x, gate_up, down, weights, ids)
 
     def refresh(repeat: int) -> None:
-        x.copy_(case.z(0, repeat))
+        x.copy_(case.z(0, repeat, rank.device))
         if "output" in last:
             last["output"].fill_(float("nan"))
 

@@ -69,7 +69,7 @@ def works(ranks: Ranks, case: Case) -> Iterator[list[Work]]:
         deep_gemm.fp8_fp4_mega_moe(output, gate_up, down, buffer, activation_clamp=shape.activation.limit)
 
     def refresh(repeat: int) -> None:
-        x.copy_(case.z(rank.rank, repeat))
+        x.copy_(case.z(rank.rank, repeat, device))
         fresh = per_token_cast_to_fp8(x, use_ue8m0=True, gran_k=32, use_packed_ue8m0=True)
         for mine, new in zip(rows, fresh):
             mine.copy_(new)
