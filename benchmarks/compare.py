@@ -97,7 +97,11 @@ def run(old_file: str, new_file: str | None = None, *, threshold: float = 0.03) 
                 code, lines = show_run(bench, sections)
             failed |= code != 0
             new += lines
-    comparisons = compare(old, new, threshold)
+    try:
+        comparisons = compare(old, new, threshold)
+    except (KeyError, TypeError) as error:
+        print(f"error: a result lacks something, or holds another type: {error!r}", file=sys.stderr)
+        return USER_ERROR
     for line in old:
         if "min_us" in line["results"] and not any(c.old is line for c in comparisons):
             print(

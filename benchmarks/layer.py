@@ -28,7 +28,7 @@ from moe_layer.benchmarks.layer_work import ALONE, ONE_SIDED, TRANSPORTS, OneLay
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.routing import Routing, busiest_link, copies, load_imbalance, traffic
 from moe_layer.benchmarks.session import SessionError
-from moe_layer.benchmarks.shapes import SHAPES, Shape
+from moe_layer.benchmarks.shapes import Shape
 from moe_layer.benchmarks.stage_times import measure_stages
 from moe_layer.errors import ConfigError, UnsupportedDeviceError
 from moe_layer.quant import get_format
@@ -38,9 +38,15 @@ PEERS = peers.names("layer")
 MODELS = ("deepseek_v41", "kimi_k3")
 TOKENS = (1, 16, 128, 1024, 4096)
 CPU_OPTIONS = Options(warmup=1, steps=3, repeats=3)
-# A model's formats and top_k, small enough for a CPU.
-CPU_SHAPE = replace(SHAPES["deepseek_v41"], hidden_size=512, intermediate_size=256, num_experts=16)
+CPU_HIDDEN, CPU_INTERMEDIATE = 512, 256
 KERNELS = 4  # of MoE compute at least: index, FC1, FC2, finalize
+
+
+def reduced(shape: Shape) -> Shape:
+    """A model's formats and top_k with few small experts, for CPUs."""
+    experts = min(shape.num_experts, max(16, 2 * shape.top_k))
+    hidden, inter = min(shape.hidden_size, CPU_HIDDEN), min(shape.intermediate_size, CPU_INTERMEDIATE)
+    return replace(shape, hidden_size=hidden, intermediate_size=inter, num_experts=experts)
 
 
 @dataclass(frozen=True)

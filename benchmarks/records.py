@@ -30,18 +30,31 @@ def read_lines(files: Iterable[Path]) -> list[Line]:
     """
     lines = []
     for file in files:
-        for number, text in enumerate(file.read_text().splitlines(), 1):
+        try:
+            texts = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: no text: {error}") from error
+        for number, text in enumerate(texts, 1):
             if not text.strip():
                 continue
             try:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file}, line {number}: {error}") from error
-            known = isinstance(line, dict) and line.get("kind") in KINDS
-            if not known or not all(name in line for name in ("parameters", "machine", "date")):
+            if not _is_result(line):
                 raise ValueError(f"{file}, line {number}: not a result of this library's benchmarks")
             lines.append(line)
     return lines
+
+
+def _is_result(line: Any) -> bool:
+    if not isinstance(line, dict) or line.get("kind") not in KINDS or not isinstance(line.get("date"), str):
+        return False
+    machine = line.get("machine")
+    if not isinstance(line.get("parameters"), dict) or not isinstance(machine, dict):
+        return False
+    needed = ("cpus", "processor") if machine.get("device") == "cpu" else ("gpus", "gpu")
+    return "device" in machine and all(name in machine for name in needed)
 
 
 def case_of(line: Line) -> str:

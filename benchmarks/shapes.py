@@ -106,7 +106,7 @@ def get_shape(text: str) -> Shape:
         raise ConfigError(f"unknown model {name!r}: neither a checkpoint here nor one of {', '.join(SHAPES)}")
     if activation:
         if not get_format(activation).is_activation_format:
-            raise ConfigError(f"{text}: format {activation!r} cannot carry activations, its scales span rows")
+            raise ConfigError(f"{text}: format {activation!r} cannot carry activations")
         shape = replace(shape, activation_format=activation)
     if weights:
         shape = replace(shape, weight_format=get_format(weights).name)

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     layer.set_defaults(handler=_bench_layer)
     layer.add_argument(
         "--model", type=names, default=(), metavar="NAME[:FORMAT[:WEIGHTS]],…",
-        help="(default: deepseek_v41,kimi_k3; on the CPU one of 16 experts)",
+        help="(default: deepseek_v41,kimi_k3; on the CPU the first; models known by name have few small experts there)",
     )  # fmt: skip
     layer.add_argument(
         "--tokens", type=many(positive), default=(), metavar="T,…",
@@ -83,7 +83,7 @@ def _bench_layer(arguments: argparse.Namespace) -> int:
     from moe_layer.benchmarks.peers import chosen
     from moe_layer.benchmarks.report.layer import sections
     from moe_layer.benchmarks.routing import Routing
-    from moe_layer.benchmarks.shapes import get_shape
+    from moe_layer.benchmarks.shapes import SHAPES, get_shape
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpu = (arguments.device or ("cuda" if gpus else "cpu")) == "cuda"
@@ -93,9 +93,11 @@ def _bench_layer(arguments: argparse.Namespace) -> int:
         protocols = ("sentinel", "fence") if gpus > 1 else ("none",)
     else:
         protocols = ("loopback",) if arguments.ranks == 1 else ("collective",)
-    shapes = tuple(get_shape(name) for name in arguments.model or layer.MODELS)
+    shapes = tuple(get_shape(name) for name in arguments.model or (layer.MODELS if gpu else layer.MODELS[:1]))
+    if not gpu:
+        shapes = tuple(layer.reduced(shape) if shape.name in SHAPES else shape for shape in shapes)
     plan = layer.Plan(
-        shapes=shapes if arguments.model or gpu else (layer.CPU_SHAPE,),
+        shapes=shapes,
         tokens=arguments.tokens or (layer.TOKENS if gpu else (1, 8)),
         protocols=(*(arguments.protocol or protocols), *chosen("layer", arguments.peer)),
         routings=tuple(Routing.parse(kind) for kind in arguments.routing),

@@ -188,7 +188,7 @@ def _one_sided(gpus: list[dict[str, Any]]) -> str | None:
 def _backends(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each backend with its formats: the reference, then one per architecture that has kernels."""
     formats = available_formats()
-    rows = [name for name in formats if (block := get_format(name).block) is None or (block[0] == 1 and name != "int4")]
+    rows = [name for name in formats if get_format(name).is_activation_format]
     backends = [{**_verdict("reference (PyTorch, any device)", None), "weights": formats, "activations": rows}]
     present = {gpu["arch"] for gpu in gpus}
     for entry in kernel_entries():

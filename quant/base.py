@@ -134,7 +134,7 @@ class Format(ABC):
 
     @property
     def is_activation_format(self) -> bool:
-        """Whether rows stand alone (no scale spans rows), so that tokens can be sent in this format."""
+        """Whether tokens can be sent in this format: rows stand alone, no scale spans them (and it is meant for it)."""
         return self.block is None or self.block[0] == 1
 
     def row_bytes(self, k: int) -> int:
@@ -179,7 +179,7 @@ class Format(ABC):
             FormatError: not an activation format.
         """
         if not self.is_activation_format:
-            raise FormatError(f"{self.name} cannot carry activations: its scales span rows (blocks of {self.block})")
+            raise FormatError(f"{self.name} cannot carry activations (blocks of {self.block})")
         return q.data, q.scale
 
     def quantize_to_wire(

@@ -34,6 +34,7 @@ class Int4(Format):
     data_dtype = torch.uint8
     scale_dtype = torch.bfloat16
     block = (1, 32)
+    is_activation_format = False  # its rows could be sent, but no model multiplies such activations
 
     def quantize_reference(self, x: torch.Tensor, *, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         check_input(self, x, global_scale)

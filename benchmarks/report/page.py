@@ -81,6 +81,9 @@ def run(
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except (KeyError, TypeError, AttributeError) as error:
+        print(f"error: a result lacks something, or holds another type: {error!r}", file=sys.stderr)
+        return USER_ERROR
     if html_file is None and markdown_file is None and write is None and check is None:
         print(text)
     return OK

@@ -52,7 +52,7 @@ def test_wire(name, rng):
     fmt = get_format(name)
     x = torch.from_numpy(rng.standard_normal((5, 71)).astype(np.float32))
     if not fmt.is_activation_format:
-        with pytest.raises(FormatError, match=f"{name} cannot carry activations: its scales span rows"):
+        with pytest.raises(FormatError, match=f"{name} cannot carry activations"):
             fmt.to_wire(fmt.quantize(x))
         return
     q = fmt.quantize(x)
