@@ -114,7 +114,7 @@ class OneLayer:
                 _experts.clear()
             template = MoELayer(
                 case.config(),
-                ExpertParallel.over(StandInChannel(case.ep_size, max_tokens_per_rank=1)),
+                ExpertParallel.over(StandInChannel(case.ep_size, max_tokens_per_rank=1, ep_rank=self.rank.rank)),
                 weight_format=case.weight_format,
                 activation_format=case.shape.activation_format,
                 device=device,

@@ -15,20 +15,21 @@ from moe_layer.comm.encoder import Encoder
 
 
 class StandInChannel(Channel):
-    """The channel of rank 0 of ``ep_size``.
+    """The channel of one rank of ``ep_size``.
 
     Args:
         ep_size: ranks.
         max_tokens_per_rank: T̂.
+        ep_rank: this rank.
 
     Attributes:
         received: what every dispatch returns; set it before the first.
         partials: ``[ep_size*T̂, hidden]``, what the last step left for combine; None before it.
     """
 
-    def __init__(self, ep_size: int, *, max_tokens_per_rank: int) -> None:
+    def __init__(self, ep_size: int, *, max_tokens_per_rank: int, ep_rank: int = 0) -> None:
         super().__init__(None, max_tokens_per_rank=max_tokens_per_rank)
-        self.ep_size = ep_size
+        self.ep_size, self.ep_rank = ep_size, ep_rank
         self.received: DispatchResult | None = None
         self.partials: torch.Tensor | None = None
 

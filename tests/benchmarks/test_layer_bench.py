@@ -183,6 +183,16 @@ def test_between_processes(tmp_path: Path) -> None:
     assert "no router is known for 'nobody'" in bad["error"] and "results" not in bad
 
 
+def test_experts_that_do_not_divide_by_ranks() -> None:
+    """Sixteen experts on three ranks: each rank has its own, six or five."""
+    plan = layer.Plan((TINY,), (5,), ("collective",), (Routing(0.0),), 3, device_type="cpu", options=Options(0, 1, 1))
+    with layer.LayerBench(plan) as bench:
+        bench.start()
+        line = bench.record(bench.cases[0])
+    assert "error" not in line, line
+    assert line["results"]["local_experts"] == 6
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rank of four with recorded routing, and the router in each step."""
     ids = torch.stack([torch.randperm(16)[:6] for _ in range(50)])
