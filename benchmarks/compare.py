@@ -52,12 +52,18 @@ class Comparison:
 
 def compare(old: Iterable[Line], new: Iterable[Line], threshold: float) -> list[Comparison]:
     """The cases that both have, timed ones only, in the old order."""
-    found = {case_of(line): line for line in measured(latest(new)) if "min_us" in line["results"]}
+    found = {case_of(line): line for line in measured(latest(new)) if is_timed(line)}
     return [
         Comparison(line, found[case_of(line)], threshold)
         for line in measured(latest(old))
-        if case_of(line) in found and "min_us" in line["results"]
+        if case_of(line) in found and is_timed(line)
     ]
+
+
+def is_timed(line: Line) -> bool:
+    """Whether a line's results are a time, with its noise."""
+    results = line["results"]
+    return "min_us" in results and results["us"] > 0
 
 
 def table(comparisons: Sequence[Comparison]) -> Section:
@@ -103,7 +109,7 @@ def run(old_file: str, new_file: str | None = None, *, threshold: float = 0.03) 
         print(f"error: a result lacks something, or holds another type: {error!r}", file=sys.stderr)
         return USER_ERROR
     for line in old:
-        if "min_us" in line["results"] and not any(c.old is line for c in comparisons):
+        if is_timed(line) and not any(c.old is line for c in comparisons):
             print(
                 f"not compared: {title_of(line)} on {describe(line)}: no such case in the new results", file=sys.stderr
             )

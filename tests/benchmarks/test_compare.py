@@ -57,6 +57,14 @@ def test_only_equal_cases_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["bench", "--compare", old, "--with", new, "--threshold", "0.25"]) == 0
 
 
+@pytest.mark.parametrize("us", [0.0, float("nan")])
+def test_times_that_are_none(us: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = write(tmp_path / "old.json", line(us), line(10.0, tokens=8))
+    new = write(tmp_path / "new.json", line(5.0), line(10.0, tokens=8))
+    assert main(["bench", "--compare", old, "--with", new]) == 0
+    assert "1 cases compared, 0 slower" in capsys.readouterr().out
+
+
 def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = write(tmp_path / "old.json", line(10.0)), write(tmp_path / "new.json", line(10.0, tokens=5))
     assert main(["bench", "--compare", old, "--with", new]) == 2
@@ -103,6 +111,7 @@ def test_latest_line_of_a_case() -> None:
         ("{", "line 2"),
         ("[]", "line 2: not a result"),
         ('{"kind": "quant"}', "not a result"),
+        ('{"kind": "quant", "parameters": {}, "machine": {}, "date": ""}', "not a result"),
         ('{"kind": "tea", "parameters": {}, "machine": {}, "date": ""}', "not a result"),
     ],
 )
