@@ -13,18 +13,19 @@ rates measured in the same run:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from moe_layer.benchmarks import peers
 from moe_layer.benchmarks.bench import RanksBench
-from moe_layer.benchmarks.ceilings import Ceilings, launch_us, measure_ceilings
+from moe_layer.benchmarks.ceilings import Ceilings, measure_ceilings
 from moe_layer.benchmarks.gemm import measure_rates
 from moe_layer.benchmarks.harness import Options, Timing, measure
 from moe_layer.benchmarks.layer_case import EXPERT_FORMAT, Case
 from moe_layer.benchmarks.layer_work import ALONE, ONE_SIDED, TRANSPORTS, OneLayer, prepared
+from moe_layer.benchmarks.quant import measure_machine
 from moe_layer.benchmarks.ranks import Ranks
 from moe_layer.benchmarks.routing import Routing, busiest_link, copies, load_imbalance, traffic
 from moe_layer.benchmarks.session import SessionError
@@ -137,7 +138,7 @@ def machine_ceilings(ranks: Ranks) -> tuple[dict[str, Any] | None, str | None]:
         return None, "no ceilings on a CPU"
     with ranks.local[0].active():
         one = Ranks(1, ranks.local[:1])
-        found: dict[str, Any] = {**(measure_rates(one) or {}), "launch_us": launch_us(one)}
+        found: dict[str, Any] = {**(measure_rates(one) or {}), **asdict(measure_machine(one))}
     ranks.synchronize()
     note = None
     try:

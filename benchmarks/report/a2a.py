@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moe_layer.benchmarks.machine import describe
 from moe_layer.benchmarks.records import Line, measured
-from moe_layer.benchmarks.report.latency import latency_plot, latency_table, speedup_plot
+from moe_layer.benchmarks.report.latency import by_ranks, latency_plot, latency_table, speedup_plot
 from moe_layer.benchmarks.report.pieces import (
     Section,
     Table,
@@ -68,7 +68,8 @@ def sections(lines: Sequence[Line]) -> list[Section]:
             if speedup is not None:
                 part.plots.append(speedup)
             found.append(part)
-    return found
+    summary = by_ranks("All-to-all by number of ranks", lines, model_title, OURS)
+    return found if summary is None else [*found, summary]
 
 
 def _tokens(line: Line) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moe_layer.benchmarks.records import Line
-from moe_layer.benchmarks.report.pieces import MISSING, Plot, Series, Table, number
+from moe_layer.benchmarks.records import Line, measured
+from moe_layer.benchmarks.report.pieces import MISSING, Plot, Section, Series, Table, grouped, number
 
 Column = Callable[[Line], str]
 
@@ -60,6 +60,49 @@ def latency_table(
     texts = [f"Largest spread of a figure over its repeats: {100 * spread:.1f} %.", note]
     header = ["T", *columns, *(["floor", "best / floor"] if floors else [])]
     return Table(caption, header, rows, note=" ".join(t for t in texts if t))
+
+
+def by_ranks(heading: str, lines: Sequence[Line], title: Column, ours: Sequence[str]) -> Section | None:
+    """The fastest of ours by tokens and number of ranks (the paper's Tables A.7, A.8); None with one number of ranks.
+
+    Args:
+        heading: of the section.
+        lines: of any settings; those with perfect routing and no flush count.
+        title: names a line's model.
+        ours: protocols that are not peers.
+    """
+    section = Section(heading)
+    section.text = ["µs with perfect routing; of several protocols the fastest, † Fence."]
+    plain = [
+        line
+        for line in measured(lines)
+        if line["parameters"]["routing"] == "perfect"
+        and not line["parameters"]["l2_flush"]
+        and line["parameters"]["protocol"] in ours
+        and line["parameters"].get("quantize", "given") == "given"
+    ]
+    for model, own in grouped(plain, title).items():
+        sizes = sorted({line["parameters"]["ep_size"] for line in own})
+        if len(sizes) < 2:
+            continue
+        best: dict[tuple[int, int], Line] = {}
+        for line in own:
+            place = (tokens_of(line), line["parameters"]["ep_size"])
+            if place not in best or line["results"]["us"] < best[place]["results"]["us"]:
+                best[place] = line
+        rows = [
+            [str(tokens), *(_marked(best.get((tokens, size))) for size in sizes)]
+            for tokens in sorted({tokens for tokens, _ in best})
+        ]
+        section.tables.append(Table(f"**{model}**", ["T", *(f"{size} ranks" for size in sizes)], rows))
+    return section if section.tables else None
+
+
+def _marked(line: Line | None) -> str:
+    if line is None:
+        return MISSING
+    mark = " †" if line["parameters"]["protocol"].startswith("fence") else ""
+    return number(line["results"]["us"]) + mark
 
 
 def latency_plot(title: str, lines: Sequence[Line], column: Column) -> Plot:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moe_layer.benchmarks.machine import describe
 from moe_layer.benchmarks.records import Line, measured
-from moe_layer.benchmarks.report.latency import latency_plot, latency_table, speedup_plot, tokens_of
+from moe_layer.benchmarks.report.latency import by_ranks, latency_plot, latency_table, speedup_plot, tokens_of
 from moe_layer.benchmarks.report.pieces import (
     MISSING,
     Plot,
@@ -61,7 +61,9 @@ def sections(lines: Sequence[Line]) -> list[Section]:
         found += [
             _model(title, of_model) for title, of_model in grouped(own, model_title).items() if measured(of_model)
         ]
-    return found
+    whole = [line for line in lines if protocol_of(line) != "none"]
+    summary = by_ranks("Layer by number of ranks", whole, model_title, OURS)
+    return found if summary is None else [*found, summary]
 
 
 def _model(title: str, lines: Sequence[Line]) -> Section:

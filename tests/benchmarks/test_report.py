@@ -172,6 +172,20 @@ def test_layers() -> None:
     assert "fp64: 0.0019." in text and "DeepSeek-V4.1-Flash, mxfp4 weights, mxfp8 activations" in text
 
 
+def test_by_number_of_ranks() -> None:
+    """The fastest of ours in each place; flushed, skewed, quantizing and peers' lines stay out."""
+    lines = [a2a(1, "sentinel", 5.0), a2a(1, "fence", 8.0), a2a(16, "fence", 9.0), a2a(1, "nccl", 2.0)]
+    more = [a2a(1, "sentinel", 7.0), a2a(1, "fence", 6.0), a2a(1, "fence", 1.0), a2a(1, "fence", 1.5)]
+    more[2]["parameters"]["l2_flush"], more[3]["parameters"]["quantize"] = True, "before"
+    for line in more:
+        line["parameters"]["ep_size"] = 4
+        line["machine"] = {**line["machine"], "gpus": 4}
+    text = render(*lines, *more, layer(1, "none", 40.0), layer(1, "fence", 41.0))
+    assert "### All-to-all by number of ranks" in text and "Layer by number of ranks" not in text
+    table = tables(text)[-1]
+    assert table == {"T": ["2 ranks", "4 ranks"], "1": ["5.00", "6.00 †"], "16": ["9.00 †", "–"]}
+
+
 def test_one_rank_alone_is_said() -> None:
     text = render(layer(1, "none", 40.0))
     assert "one rank of 8, without the all-to-all" in text and "the link's rates" not in text
