@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import nullcontext
+from typing import Any
 
-from moe_layer.benchmarks.harness import KernelRecord
+import pytest
+import torch
+
+from moe_layer.benchmarks import stage_times
+from moe_layer.benchmarks.harness import KernelRecord, Options, Work
+from moe_layer.benchmarks.ranks import LocalRank, Ranks
 from moe_layer.benchmarks.stage_times import MARKER, split_stages, stages_of_kernels
 from moe_layer.errors import ConfigError
 
@@ -73,3 +79,82 @@ def test_order_of_records_does_not_matter() -> None:
 def test_other_kernels_are_noticed(broken: list[KernelRecord], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         split_stages(broken, STEP, 3)
+
+
+# ---- the whole measurement, with a pretended GPU ----
+
+
+class PretendedGpu:
+    """Kernels run when they are issued, one after the other, 2 µs each; a graph replays what was issued in it."""
+
+    def __init__(self) -> None:
+        self.clock, self.recorded, self.captured = 0.0, [], None  # type: ignore[var-annotated]
+        self.watching = False
+
+    def launch(self, name: str) -> None:
+        if self.captured is not None:
+            self.captured.append(name)
+            return
+        if self.watching:
+            self.recorded.append(KernelRecord(name, self.clock, self.clock + 2))
+        self.clock += 3
+
+
+def test_a_whole_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages and a kernel in none; inputs are refreshed and outputs checked outside what is recorded."""
+    gpu = PretendedGpu()
+    rank = LocalRank(0, torch.device("cuda", 0))
+    profiler: list[Any] = [None]
+    calls: list[str] = []
+
+    def stage(name: str, *kernels: str) -> None:
+        with nullcontext() if profiler[0] is None else profiler[0](name):
+            for kernel in kernels:
+                gpu.launch(kernel)
+
+    def step() -> None:
+        stage("dispatch", "send", "receive")
+        stage("fc1", "gemm")
+        gpu.launch("cast")
+
+    class Graph:
+        def __init__(self, rank: LocalRank, step: Any, options: Options) -> None:
+            gpu.captured = self.kernels = []
+            for _ in range(options.warmup + options.steps):
+                step()
+            gpu.captured = None
+
+    def records(ranks: Ranks, run: Any) -> dict[int, list[KernelRecord]]:
+        gpu.watching, gpu.recorded = True, []
+        run()
+        gpu.watching = False
+        return {0: gpu.recorded[::-1]}
+
+    def replay(ranks: Ranks, graphs: list[Any]) -> None:
+        for graph in graphs:
+            for name in graph.kernels:
+                gpu.launch(name)
+
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(MARK))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(LocalRank, "active", lambda self: nullcontext())
+    for name, stand_in in (
+        ("watch_kernels", lambda ranks: calls.append("watch")),
+        ("run_steps", lambda ranks, works, count: works[0].step()),
+        ("Graph", Graph), ("kernel_records", records), ("replay", replay),
+    ):  # fmt: skip
+        monkeypatch.setattr(stage_times, name, stand_in)
+    work = Work({"layer": step}, lambda repeat: calls.append(f"refresh {repeat}"), lambda: calls.append("check"))
+
+    def attach(given: Any) -> None:
+        profiler[0] = given
+
+    found = stage_times.measure_stages(Ranks(1, (rank,)), [work], [attach], Options(warmup=2, steps=5))
+    assert calls == ["watch", "refresh 1", "check"] and profiler[0] is None
+    assert found["stages_us"] == pytest.approx({"dispatch": 6.0, "fc1": 3.0, "other": 3.0})
+    assert found["spans_us"] == pytest.approx({"dispatch": 5.0, "fc1": 2.0, "other": 2.0})
+
+
+def test_a_gpu_for_each_rank() -> None:
+    with pytest.raises(ConfigError, match="need a GPU for each rank"):
+        stage_times.measure_stages(Ranks.in_one_process([torch.device("cpu")]), [], [], Options())
