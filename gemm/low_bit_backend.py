@@ -1,6 +1,7 @@
 """Low-bit weights on Hopper: packed once at load, widened to BF16 in the grouped GEMM's registers.
 
-Weights in MXFP4, NVFP4, INT4 (groups of 32) and MXFP8 stay as large as the checkpoint has them. Activations are widened
+Weights in MXFP4, NVFP4, INT4 (groups of 32) and MXFP8 stay as large as the checkpoint has them; FP8 with power-of-two
+scales of 32×32 or 128×128 values (DeepSeek-V4's shared experts) becomes MXFP8, a 32nd larger. Activations are widened
 to BF16 at every step. FC1's output is quantized where the layer says so: MXFP8 in the kernel, whose BF16 rows then hold
 MXFP8's values, other formats after it, from FP32.
 
@@ -23,7 +24,7 @@ from moe_layer.errors import TensorError
 from moe_layer.gemm import reference, sm90_backend
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.index import ExpertIndex
-from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.register_tiles import BLOCK_FORMATS, PACKED_FORMATS, RegisterTiles
 from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.gemm.widened import WidenedBackend, quantize_rows, widen_rows
@@ -47,7 +48,7 @@ class LowBitBackend(WidenedBackend):
         self._reference = reference.ReferenceBackend()
 
     def weight_layout(self, weight_format: str, parts: int, rows: int, columns: int) -> RegisterTiles | None:
-        if weight_format not in PACKED_FORMATS or rows % VECTOR or columns % VECTOR:
+        if weight_format not in (*PACKED_FORMATS, *BLOCK_FORMATS) or rows % VECTOR or columns % VECTOR:
             return None
         return RegisterTiles(weight_format, parts, rows, columns)
 

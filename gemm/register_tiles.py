@@ -18,6 +18,9 @@ k = 8 z + 2 q and the next. The words of :mod:`~moe_layer.gemm.register_words` h
 **Words.** 4-bit codes: one word a thread and step, ``[half of 64 K][block][thread][step: 4]``, 16 KiB. 8-bit codes: two
 words (pairs 0 and 1, pairs 2 and 3), ``[half of 64 K][block][vector: 2][thread][step: 2][word: 2]``, 32 KiB.
 
+FP8 with E8M0 scales for blocks of 32×32 or 128×128 is arranged as MXFP8, each scale as often as it has rows and
+blocks of 32 there; unpacking takes the first of each.
+
 **Scales.** ``[block][warp][⌊lane / 4⌋][h][of the 128 K, in order]``, see :mod:`~moe_layer.gemm.register_scales`: E8M0 4
 bytes a row, NVFP4's E4M3 8 bytes, INT4's BF16, which stay as they are, 8 bytes.
 
@@ -27,7 +30,7 @@ Marlin (W4A16 GEMM on Ampere) is where fetching weights in the order of the matr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -41,6 +44,8 @@ from moe_layer.quant import get_format
 BLOCKS, WARPS, LANE_ROWS, QUADS = 4, 4, 8, 4  # m64 blocks of a tile, warps of a warpgroup, lanes of a warp: 8 × 4
 STEP = 16  # of K a WGMMA
 PACKED_FORMATS = ("int4", "mxfp4", "mxfp8", "nvfp4")
+# FP8 with a power of two for a block of rows and columns is MXFP8 whose scales repeat.
+BLOCK_FORMATS = {"fp8_32x32": "mxfp8", "fp8_128x128_ue8m0": "mxfp8"}
 _BIT_ORDER = {"mxfp4": register_words.E2M1_BITS, "nvfp4": register_words.E2M1_BITS, "mxfp8": register_words.E4M3_BITS}
 _E8M0 = {"mxfp4": E2M1_SCALES, "mxfp8": E4M3_SCALES}
 _MAGNITUDE = {"mxfp4": 0x77, "nvfp4": 0x77, "mxfp8": 0x7F}  # the bits of a byte that ±0 has not
@@ -57,7 +62,7 @@ class RegisterTiles:
     """The arrangement of one projection group of an expert; see the module's docstring.
 
     Attributes:
-        format: one of :data:`PACKED_FORMATS`.
+        format: one of :data:`PACKED_FORMATS`, or of :data:`BLOCK_FORMATS`, arranged as MXFP8 with repeated scales.
         parts: 2 for gate and up, 1 for down.
         rows, columns: N and K of a part.
 
@@ -72,8 +77,9 @@ class RegisterTiles:
     columns: int
 
     def __post_init__(self) -> None:
-        if self.format not in PACKED_FORMATS:
-            raise FormatError(f"{self.format} weights have no register tiles; {', '.join(PACKED_FORMATS)} have")
+        known = (*PACKED_FORMATS, *BLOCK_FORMATS)
+        if self.format not in known:
+            raise FormatError(f"{self.format} weights have no register tiles; {', '.join(known)} have")
         if self.parts not in (1, 2) or self.rows < 1 or self.columns < 1:
             raise TensorError(
                 f"register tiles of {self.parts} parts of {self.rows} × {self.columns} weights; expected 1 or 2 parts "
@@ -81,6 +87,11 @@ class RegisterTiles:
             )
 
     # ---- sizes ----
+
+    @property
+    def kernel_format(self) -> str:
+        """The format that the arrangement is in, as a kernel sees it."""
+        return BLOCK_FORMATS.get(self.format, self.format)
 
     @property
     def tile_features(self) -> int:
@@ -103,7 +114,7 @@ class RegisterTiles:
     @property
     def scale_row_bytes(self) -> int:
         """Of a tile row's scales in a stage."""
-        return get_format(self.format).scale_row_bytes(WIDENED_K)
+        return get_format(self.kernel_format).scale_row_bytes(WIDENED_K)
 
     @property
     def stage_bytes(self) -> int:
@@ -116,7 +127,7 @@ class RegisterTiles:
     @property
     def _row_bytes(self) -> int:
         """Of a tile row's codes in a stage."""
-        return get_format(self.format).row_bytes(WIDENED_K)
+        return get_format(self.kernel_format).row_bytes(WIDENED_K)
 
     @property
     def _four_bit(self) -> bool:
@@ -153,6 +164,8 @@ class RegisterTiles:
         if out is None:
             out = torch.empty(shape, dtype=torch.uint8, device=data.device)
         self._check("out", out, shape, torch.uint8)
+        if self.kernel_format != self.format:
+            return replace(self, format=self.kernel_format).pack(data, self._repeated(scale), out=out)
         data = data.view(torch.uint8)
         shift = self._shift(data, scale)
         self._pack_scales(scale, shift, out[..., self.word_bytes :])
@@ -179,6 +192,10 @@ class RegisterTiles:
         self._check("packed", packed, self.shape(1)[1:], torch.uint8)
         self._check("shift", shift, (self.parts,), torch.int32)
         fmt = get_format(self.format)
+        if self.kernel_format != self.format:
+            data, repeated = replace(self, format=self.kernel_format).unpack(packed, shift)
+            assert fmt.block is not None
+            return data.view(fmt.data_dtype), repeated[:, :: fmt.block[0], :: self._repeats].contiguous()
         columns = fmt.data_columns(self.columns)
         data = torch.empty(self.parts, self.rows, columns, dtype=torch.uint8, device=packed.device)
         for tiles, rows in self._chunks():
@@ -208,6 +225,25 @@ class RegisterTiles:
         if not bool(factor.isfinite().all()):
             raise UnrepresentableError(f"{self.format}: a global scale of more than 2**120")
         return factor
+
+    # ---- block scales ----
+
+    @property
+    def _repeats(self) -> int:
+        """How many of the arrangement's scales along K one of the stored scales is."""
+        stored, arranged = get_format(self.format).block, get_format(self.kernel_format).block
+        assert stored is not None and arranged is not None
+        return stored[1] // arranged[1]
+
+    def _repeated(self, scale: torch.Tensor) -> torch.Tensor:
+        """``[parts, ⌈N/rows⌉, ⌈K/columns⌉]`` as stored → ``[parts, N, C]`` as arranged."""
+        block, shape = (
+            get_format(self.format).block,
+            get_format(self.kernel_format).scale_shape(self.rows, self.columns),
+        )
+        assert block is not None and shape is not None
+        spread = scale.repeat_interleave(block[0], 1).repeat_interleave(self._repeats, 2)
+        return spread[:, : shape[0], : shape[1]].contiguous()
 
     # ---- codes ----
 

@@ -189,7 +189,7 @@ def grouped_spec(
         out, token_factors: as :class:`GroupedSpec` has them.
         activation: makes it FC1, which gathers its rows; None: FC2.
     """
-    low_bit, dtype = weights.format if weights.packed is not None else "", operand_type(weights)
+    low_bit, dtype = "" if weights.tiles is None else weights.tiles.kernel_format, operand_type(weights)
     tile = choose_tile(ARCH, low_bit or dtype, rows, weights.num_local_experts)
     return GroupedSpec(
         weights.num_local_experts, weights.parts, weights.rows, weights.columns, dtype, out, tile.tokens,

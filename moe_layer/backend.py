@@ -52,8 +52,8 @@ def register_kernels(arch: str, target: str, *, weights: Collection[str], activa
     _KERNELS.insert(0, KernelEntry(arch, target, frozenset(weights), frozenset(activations)))
 
 
-LOW_BIT_WEIGHTS = {"int4", "mxfp4", "mxfp8", "nvfp4"}
-ANY_WEIGHTS = {"bf16", "fp8_128x128", "fp8_128x128_ue8m0", "fp8_32x32"} | LOW_BIT_WEIGHTS
+LOW_BIT_WEIGHTS = {"int4", "mxfp4", "mxfp8", "nvfp4", "fp8_128x128_ue8m0", "fp8_32x32"}
+ANY_WEIGHTS = {"bf16", "fp8_128x128"} | LOW_BIT_WEIGHTS
 # Not those with FP32 scales, nvfp4 and fp8: BF16 rounds their values, and one in a hundred such roundings sends an FC1
 # output to the next of the format's magnitudes (relative error of a layer 2e-2 and 7e-3 to 1e-2; measured). They run
 # through PyTorch.

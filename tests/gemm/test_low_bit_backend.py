@@ -21,7 +21,7 @@ from moe_layer.gemm import low_bit_backend, reference
 from moe_layer.gemm.activation import Activation
 from moe_layer.gemm.index import ExpertIndex
 from moe_layer.gemm.low_bit_backend import LowBitBackend
-from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.register_tiles import BLOCK_FORMATS, PACKED_FORMATS, RegisterTiles
 from moe_layer.gemm.sm90_spec import GroupedSpec
 from moe_layer.gemm.weights import ExpertWeights, pack
 from moe_layer.gemm.widened import WidenedBackend
@@ -201,11 +201,11 @@ def test_rows_that_kernels_cannot_address(kernel: Kernel, caplog: pytest.LogCapt
 
 def test_layouts() -> None:
     backend = LowBitBackend()
-    for fmt in PACKED_FORMATS:
+    for fmt in (*PACKED_FORMATS, *BLOCK_FORMATS):
         assert backend.weight_layout(fmt, 2, 96, 160) == RegisterTiles(fmt, 2, 96, 160)
         assert backend.weight_layout(fmt, 1, 100, 160) is None  # rows of FC2's output are no whole vectors
         assert backend.weight_layout(fmt, 1, 96, 164) is None
-    for fmt in ("bf16", "fp8_128x128", "fp8_32x32", "fp8_128x128_ue8m0"):
+    for fmt in ("bf16", "fp8_128x128"):
         assert backend.weight_layout(fmt, 2, 96, 160) is None
     assert WidenedBackend().weight_layout("mxfp4", 2, 96, 160) is None
 
@@ -222,9 +222,9 @@ def test_operands_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("weights", "activations", "name"), [
-    *[(w, a, "sm90-low-bit") for w in PACKED_FORMATS for a in ("bf16", "mxfp8", "mxfp4", "nvfp4")],
+    *[(w, a, "sm90-low-bit") for w in (*PACKED_FORMATS, *BLOCK_FORMATS) for a in ("bf16", "mxfp8", "mxfp4", "nvfp4")],
     ("bf16", "bf16", "sm90"), ("fp8_128x128", "fp8", "sm90"),
-    ("fp8_32x32", "bf16", "sm90-widened"), ("fp8_128x128", "bf16", "sm90-widened"), ("bf16", "mxfp8", "sm90-widened"),
+    ("fp8_128x128", "bf16", "sm90-widened"), ("bf16", "mxfp8", "sm90-widened"),
     ("mxfp4", "fp8", "reference"), ("fp8_32x32", "fp8", "reference"), ("bf16", "nvfp4", "reference"),
     ("mxfp4", "fp32", "reference"),
 ])  # fmt: skip

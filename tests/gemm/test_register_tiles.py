@@ -349,7 +349,7 @@ def test_wrong_packed_operands() -> None:
     ):
         with pytest.raises(TensorError, match=re.escape(message)):
             call()
-    with pytest.raises(FormatError, match="bf16 weights have no register tiles; int4, mxfp4, mxfp8, nvfp4 have"):
+    with pytest.raises(FormatError, match="bf16 weights have no register tiles; int4, mxfp4, mxfp8, nvfp4, fp8_32x32,"):
         RegisterTiles("bf16", 2, 20, 64)
 
 

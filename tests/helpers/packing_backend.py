@@ -7,7 +7,7 @@ import gc
 import torch
 
 from moe_layer.gemm.reference import ReferenceBackend
-from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.register_tiles import BLOCK_FORMATS, PACKED_FORMATS, RegisterTiles
 
 
 class PackingBackend(ReferenceBackend):
@@ -21,7 +21,8 @@ class PackingBackend(ReferenceBackend):
 
 def layout(weight_format: str, parts: int, rows: int, columns: int) -> RegisterTiles | None:
     """A layout wherever there is one."""
-    return RegisterTiles(weight_format, parts, rows, columns) if weight_format in PACKED_FORMATS else None
+    packed = weight_format in (*PACKED_FORMATS, *BLOCK_FORMATS)
+    return RegisterTiles(weight_format, parts, rows, columns) if packed else None
 
 
 def live_bytes(*, least: int = 0) -> int:

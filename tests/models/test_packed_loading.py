@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_layer import FormatError, MoELayer
 from moe_layer.comm.placement import ExpertPlacement
-from moe_layer.gemm.register_tiles import PACKED_FORMATS, RegisterTiles
+from moe_layer.gemm.register_tiles import BLOCK_FORMATS, PACKED_FORMATS, RegisterTiles
 from moe_layer.gemm.weights import ExpertWeights
 from moe_layer.models.checkpoint import Checkpoint
 from moe_layer.models.loader import load_layer
@@ -28,7 +28,7 @@ def assert_same(packed: ExpertWeights | None, plain: ExpertWeights | None) -> No
     assert (packed is None) == (plain is None)
     if packed is None or plain is None:
         return
-    assert (packed.packed is not None) == (plain.format in PACKED_FORMATS)
+    assert (packed.packed is not None) == (plain.format in (*PACKED_FORMATS, *BLOCK_FORMATS))
     back = packed.unpacked()
     for name in ("data", "scale", "global_scale"):
         got, expected = getattr(back, name), getattr(plain, name)
